@@ -1,0 +1,1 @@
+"""DFlash: config, data, target, drafter, training step, decoding. Knows nothing of the ring. Importing it imports no torch."""

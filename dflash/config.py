@@ -1,0 +1,305 @@
+"""The one schema of a run: YAML file + `section.key=value` overrides -> a frozen `Config`.
+
+    config = load_config("configs/smollm2_cpu.yaml", ["train.lr=1e-3", "ring.slots=16"])
+
+Every mistake is a `ConfigError` whose text has one line a mistake: key, value, rule, nearest valid name. A default is
+written once, here. No torch: the launcher reads this. What depends on the target's own config.json is in arch.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class ConfigError(Exception):
+    """A user's mistake in a config: its text is what the user sees; the program exits with code 2."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+Dtype = Literal["float32", "bfloat16"]
+LayerType = Literal["full_attention", "sliding_attention"]
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class RunConfig(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
+    dir: Path = Path("runs")
+    """The run lives in `<dir>/<name>`."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+
+    @property
+    def path(self) -> Path:
+        return self.dir / self.name
+
+
+class DataConfig(Section):
+    path: Path
+    """JSONL, one conversation a line: {"messages": [{"role": ..., "content": ...}, ...]}."""
+    heldout: Share = 0.05
+    """Share of the conversations kept for evaluation, chosen by a hash of the first user message."""
+    min_supervised_tokens: Count = 4
+    """Conversations with fewer trained tokens are dropped, and counted."""
+
+
+class TargetConfig(Section):
+    model: str
+    """A directory, a hub name, a .gguf file, or `package:NAME/FILE.gguf` for a file that a Python package ships."""
+    dtype: Dtype = "bfloat16"
+    device: Literal["cpu", "cuda"] = "cpu"
+    threads: Count = 1
+    """CPU threads of one target worker."""
+    taps: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """0-based ids of the layers whose outputs are captured; None: `num_taps` by DFlash's spacing rule."""
+    num_taps: Count = 5
+    micro_batch_tokens: Count = 2048
+    """Padded tokens of one forward call: b * L of every micro-batch shape."""
+
+
+class DrafterConfig(Section):
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Dtype = "bfloat16"
+    """Of the forward and backward; the optimizer's masters are always float32."""
+    threads: Count = 1
+    num_layers: Count = 5
+    block_size: Annotated[int, Field(ge=2, le=64)] = 16
+    """The anchor and block_size - 1 masked positions."""
+    mask_token: int | str | None = None
+    """A token id, a token, or None: an unused or reserved id of the tokenizer."""
+    num_attention_heads: Count | None = None
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    intermediate_size: Count | None = None
+    """None in these four: as the target's (head_dim at most 128)."""
+    attention_bias: bool = False
+    layer_types: tuple[LayerType, ...] | None = None
+    """One entry a layer; None: all full_attention."""
+    sliding_window: Count | None = None
+    is_causal: bool | None = None
+    """In-block causality of every layer; None: sliding layers causal, full layers bidirectional."""
+
+    @model_validator(mode="after")
+    def _layers(self) -> DrafterConfig:
+        if self.layer_types is not None and len(self.layer_types) != self.num_layers:
+            raise ValueError(
+                f"layer_types has {len(self.layer_types)} entries, num_layers is {self.num_layers}"
+            )
+        slides = self.layer_types is not None and "sliding_attention" in self.layer_types
+        if slides and self.sliding_window is None:
+            raise ValueError("layer_types has sliding_attention, so sliding_window must be set")
+        if self.sliding_window is not None and not slides:
+            raise ValueError(
+                "sliding_window has no effect without a sliding_attention entry in layer_types"
+            )
+        if slides and self.sliding_window is not None and self.sliding_window < self.block_size:
+            raise ValueError(
+                f"sliding_window {self.sliding_window} must be at least block_size {self.block_size}"
+            )
+        return self
+
+
+class RingConfig(Section):
+    path: Path = Path("/dev/shm/hs_ring")
+    slots: Annotated[int, Field(ge=2, le=4096)] = 8
+    max_tokens: Annotated[int, Field(ge=16)] = 4096
+    """Packed tokens of a slot (T)."""
+    max_docs: Annotated[int, Field(ge=1, le=65536)] = 64
+    """Documents of a slot (D)."""
+    verify: bool = True
+    """Sums of every slot's valid prefix, checked by the trainer."""
+    quarantine_s: Annotated[float, Field(ge=0)] = 2.0
+    """How long the slot of a dead target worker is left alone: a copy may still be landing."""
+
+
+class TrainConfig(Section):
+    steps: Count
+    """Optimizer steps of the whole run."""
+    loss: Literal["ce", "kl"] = "ce"
+    position_weights: Literal["decay", "dpace"] = "decay"
+    gamma: Positive | None = None
+    """Of `decay`: w_k = exp(-(k-1)/gamma). None: DFlash's value for the block size (16: 7, 10: 5, 8: 4)."""
+    dpace_alpha: Annotated[float, Field(gt=0, le=1)] = 0.5
+    anchor_density: Positive = 64.0
+    """Anchors per 1,000 tokens of a full slot: with ring.max_tokens it fixes the number of anchors of a step."""
+    passes_per_slot: Count = 1
+    """Optimizer steps on one slot, each with fresh anchors."""
+    lr: Positive = 6e-4
+    warmup: Share = 0.04
+    """Share of the steps; then a cosine to zero."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    clip: Positive = 1.0
+    log_every: Count = 10
+    checkpoint_every: Count = 200
+    keep_checkpoints: Count = 2
+
+
+class EvalConfig(Section):
+    prompts: Count = 16
+    """Held-out prompts decoded by `eval`."""
+    max_new_tokens: Count = 128
+    threads: Count = 2
+
+
+class SuperviseConfig(Section):
+    ready_s: Positive = 600.0
+    """A half that isn't READY by then has failed."""
+    stop_s: Positive = 60.0
+    """After a stop request: how long the halves may take to save before they are killed."""
+    stall_s: Positive = 900.0
+    """A half that shows no sign of life for so long is named and killed."""
+
+
+class Config(Section):
+    run: RunConfig
+    data: DataConfig
+    target: TargetConfig
+    targets: Annotated[int, Field(ge=1, le=30)] = 1
+    """Target workers. The ring has 32 party records."""
+    drafter: DrafterConfig = DrafterConfig()
+    ring: RingConfig = RingConfig()
+    train: TrainConfig
+    eval: EvalConfig = EvalConfig()
+    supervise: SuperviseConfig = SuperviseConfig()
+
+    @model_validator(mode="after")
+    def _across(self) -> Config:
+        if self.drafter.block_size > self.ring.max_tokens // 2:
+            raise ValueError(
+                f"drafter.block_size {self.drafter.block_size} does not fit a slot of {self.ring.max_tokens} tokens: "
+                f"set ring.max_tokens to at least {2 * self.drafter.block_size}"
+            )
+        needed = 2 * self.targets + 2
+        if self.ring.slots < needed:
+            raise ValueError(
+                f"ring.slots {self.ring.slots} is too few for {self.targets} target worker(s) and one trainer: "
+                f"set ring.slots to at least {needed}"
+            )
+        return self
+
+    @property
+    def end_seq(self) -> int:
+        """Slots of the whole run: every seq below it is made and trained on."""
+        return -(-self.train.steps // self.train.passes_per_slot)
+
+    @property
+    def num_anchors(self) -> int:
+        """A: anchors of one step, a static number."""
+        return max(1, round(self.train.anchor_density * self.ring.max_tokens / 1000))
+
+    @property
+    def wants_vlh(self) -> bool:
+        """Whether the loss needs the target's last hidden state in the slot."""
+        return self.train.loss == "kl"
+
+    def fingerprint(self, *sections: str) -> str:
+        """A short hash of the named sections: equal fingerprints promise equal results of what reads only them."""
+        text = self.model_dump_json(include=set(sections))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def cache_dir() -> Path:
+    """Where converted targets and tokenised data are kept between runs."""
+    base = os.environ.get("DFLASH_RING_CACHE") or Path(
+        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    )
+    return Path(base) if os.environ.get("DFLASH_RING_CACHE") else Path(base) / "dflash-ring"
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Read a YAML file, apply `section.key=value` overrides (value parsed as YAML), validate. Raises ConfigError."""
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1)
+        raise ConfigError(
+            f"{path}: no such file" + (f"; did you mean {path.parent / near[0]}?" if near else "")
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(
+            f"{path}: must be a mapping of sections ({', '.join(Config.model_fields)})"
+        )
+    for override in overrides:
+        _apply(raw, override)
+    return parse_config(raw, str(path))
+
+
+def parse_config(raw: dict[str, Any], source: str) -> Config:
+    """Validate a plain mapping. `source` begins every line of an error."""
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e, source) for e in error.errors())) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML: `load_config` of it gives an equal Config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, eq, value = override.partition("=")
+    if not eq or not key:
+        raise ConfigError(f"{override!r}: an override is written section.key=value")
+    *parents, last = key.split(".")
+    node = raw
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"{override!r}: {parent} is not a section")
+    try:
+        node[last] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"{override!r}: the value is not YAML") from None
+
+
+def _known_keys(location: tuple[Any, ...]) -> list[str]:
+    """The keys of the section that holds `location`, as dotted names."""
+    model: Any = Config
+    for part in location[:-1]:
+        field = (
+            model.model_fields.get(part)
+            if isinstance(model, type) and issubclass(model, BaseModel)
+            else None
+        )
+        model = field.annotation if field is not None else None
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        return []
+    prefix = "".join(f"{part}." for part in location[:-1])
+    return [prefix + name for name in model.model_fields]
+
+
+def _explain(error: Any, source: str) -> str:
+    location = tuple(error["loc"])
+    key = ".".join(str(part) for part in location) or "config"
+    if error["type"] == "extra_forbidden":
+        # A key may be misspelt, or right but in the wrong section: look in its own section first, then everywhere.
+        section = _known_keys(location)
+        everywhere = [k for name in Config.model_fields for k in (name, *_known_keys((name, "")))]
+        near = difflib.get_close_matches(key, section, 1, 0.6)
+        near = near or [k for k in everywhere if k.split(".")[-1] == location[-1]] or section[:8]
+        return f"{source}: {key}: unknown key; nearest: {', '.join(near)}"
+    if error["type"] == "missing":
+        return f"{source}: {key}: must be set"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{source}: {key}: {message}" if location else f"{source}: {message}"
+    return f"{source}: {key}: {error['input']!r}: {message[0].lower()}{message[1:]}"
