@@ -1,1 +1,4 @@
-"""DFlash: config, data, target, drafter, training step, decoding. Knows nothing of the ring. Importing it imports no torch."""
+"""DFlash: config, data, target, drafter, training step, decoding. Knows nothing of the ring.
+
+Importing the package imports no torch.
+"""

@@ -1,7 +1,8 @@
-"""Shapes, read from JSON, without torch: what a target is, and the drafter that a config asks for on top of it.
+"""Shapes, read from JSON, without torch: what a target is, and the drafter a config asks for.
 
-`TargetArch.read(directory)` takes the text part of a Hugging Face config.json. `DrafterArch.build(config, target, ...)`
-is the drafter's whole description: the model, the checkpoint and the export are all made from it.
+`TargetArch.read(directory)` takes the text part of a Hugging Face config.json.
+`DrafterArch.build(config, target, ...)` is the drafter's whole description: the model, the
+checkpoint and the export are all made from it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from .config import Config, ConfigError
 
-# Families whose RMSNorm multiplies by (1 + w): a drafter norm initialised from theirs must add the 1.
+# Families whose RMSNorm multiplies by (1 + w): a drafter norm copied from theirs must add the 1.
 ZERO_CENTRED_NORMS = ("gemma", "qwen3_5", "qwen3_next")
 
 
@@ -48,7 +49,10 @@ class TargetArch:
 
     @classmethod
     def read(cls, directory: str | Path) -> TargetArch:
-        """From `<directory>/config.json` (and generation_config.json for the stop tokens). Raises ConfigError."""
+        """From `<directory>/config.json`; stop tokens also from generation_config.json.
+
+        Raises ConfigError.
+        """
         path = Path(directory) / "config.json"
         try:
             outer = json.loads(path.read_text())
@@ -70,7 +74,7 @@ class TargetArch:
         def need(key: str) -> Any:
             if text.get(key) is None:
                 raise ConfigError(
-                    f"target.model: its config.json has no {key}: not a causal language model we know"
+                    f"target.model: its config.json has no {key}: not a known causal LM"
                 )
             return text[key]
 
@@ -108,14 +112,14 @@ def _ids(value: Any) -> list[int]:
 
 
 def _rope_theta(text: dict[str, Any]) -> float:
-    """transformers 5 keeps it in rope_parameters (per layer type in Gemma 3), earlier configs at the top."""
+    """transformers 5: in rope_parameters (per layer type in Gemma 3); before: at the top."""
     rope = text.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     return float(rope.get("rope_theta") or text.get("rope_theta") or 10000.0)
 
 
 def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
-    """DFlash's spacing (z-lab/dflash model.py): round(1 + i*(L-4)/(n-1)); 0-based, banker's rounding."""
+    """DFlash's spacing (z-lab/dflash model.py): round(1 + i*(L-4)/(n-1)), 0-based, banker's."""
     if num_taps == 1:
         return (num_target_layers // 2,)
     return tuple(round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps))
@@ -152,7 +156,7 @@ class DrafterArch:
 
     @property
     def num_parameters(self) -> int:
-        """Trainable ones: reference formula of the DFlash checkpoint (embedding and head belong to the target)."""
+        """Trainable ones; the embedding and the head belong to the target."""
         h, e = self.hidden_size, self.head_dim
         q, kv = self.num_attention_heads * e, self.num_key_value_heads * e
         bias = (q + 2 * kv + h) if self.attention_bias else 0
@@ -160,7 +164,7 @@ class DrafterArch:
         return self.num_layers * layer + self.num_taps * h * h + 2 * h
 
     def layer_causal(self, layer: int) -> bool:
-        """In-block causality of one layer: an explicit is_causal wins, else sliding layers are causal."""
+        """In-block causality of a layer: an explicit is_causal wins, else sliding is causal."""
         return (
             self.is_causal
             if self.is_causal is not None
@@ -172,20 +176,21 @@ class DrafterArch:
 
     @classmethod
     def build(cls, config: Config, target: TargetArch, mask_token_id: int) -> DrafterArch:
-        """The drafter that `config` asks for over `target`. Raises ConfigError for taps outside the target."""
+        """What `config` asks for over `target`. Raises ConfigError: taps outside the target."""
         wanted = config.drafter
         taps = config.target.taps or default_taps(target.num_layers, config.target.num_taps)
         bad = [tap for tap in taps if not 0 <= tap < target.num_layers]
         if bad or len(set(taps)) != len(taps) or list(taps) != sorted(taps):
             raise ConfigError(
-                f"target.taps: {list(taps)}: must be distinct, rising layer ids from 0 to {target.num_layers - 1} "
-                f"(0-based; the target has {target.num_layers} layers)"
+                f"target.taps: {list(taps)}: must be distinct, rising layer ids "
+                f"from 0 to {target.num_layers - 1} (the target has {target.num_layers} layers)"
             )
         heads = wanted.num_attention_heads or target.num_attention_heads
         kv_heads = wanted.num_key_value_heads or target.num_key_value_heads
         if heads % kv_heads:
             raise ConfigError(
-                f"drafter.num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}"
+                f"drafter.num_attention_heads {heads} must be a multiple of "
+                f"num_key_value_heads {kv_heads}"
             )
         return cls(
             num_layers=wanted.num_layers,
@@ -217,9 +222,5 @@ class DrafterArch:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> DrafterArch:
-        return cls(
-            **{
-                key: tuple(value) if isinstance(value, list) else value
-                for key, value in raw.items()
-            }
-        )
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
+        return cls(**fields)

@@ -2,8 +2,9 @@
 
     config = load_config("configs/smollm2_cpu.yaml", ["train.lr=1e-3", "ring.slots=16"])
 
-Every mistake is a `ConfigError` whose text has one line a mistake: key, value, rule, nearest valid name. A default is
-written once, here. No torch: the launcher reads this. What depends on the target's own config.json is in arch.py.
+Every mistake is a `ConfigError` whose text has one line a mistake: key, value, rule, nearest valid
+name. A default is written once, here. No torch: the launcher reads this. What depends on the
+target's own config.json is in arch.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 
 class ConfigError(Exception):
-    """A user's mistake in a config: its text is what the user sees; the program exits with code 2."""
+    """A user's mistake: the text is what the user sees; the program exits with code 2."""
 
 
 class Section(BaseModel):
@@ -48,20 +49,20 @@ class DataConfig(Section):
     path: Path
     """JSONL, one conversation a line: {"messages": [{"role": ..., "content": ...}, ...]}."""
     heldout: Share = 0.05
-    """Share of the conversations kept for evaluation, chosen by a hash of the first user message."""
+    """Share of the conversations kept for evaluation, by a hash of the first user message."""
     min_supervised_tokens: Count = 4
     """Conversations with fewer trained tokens are dropped, and counted."""
 
 
 class TargetConfig(Section):
     model: str
-    """A directory, a hub name, a .gguf file, or `package:NAME/FILE.gguf` for a file that a Python package ships."""
+    """A directory, a hub name, a .gguf file, or `package:NAME/FILE.gguf` for a package's file."""
     dtype: Dtype = "bfloat16"
     device: Literal["cpu", "cuda"] = "cpu"
     threads: Count = 1
     """CPU threads of one target worker."""
     taps: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """0-based ids of the layers whose outputs are captured; None: `num_taps` by DFlash's spacing rule."""
+    """0-based ids of the captured layers; None: `num_taps` of them by DFlash's spacing."""
     num_taps: Count = 5
     micro_batch_tokens: Count = 2048
     """Padded tokens of one forward call: b * L of every micro-batch shape."""
@@ -104,7 +105,8 @@ class DrafterConfig(Section):
             )
         if slides and self.sliding_window is not None and self.sliding_window < self.block_size:
             raise ValueError(
-                f"sliding_window {self.sliding_window} must be at least block_size {self.block_size}"
+                f"sliding_window {self.sliding_window} must be at least "
+                f"block_size {self.block_size}"
             )
         return self
 
@@ -128,10 +130,10 @@ class TrainConfig(Section):
     loss: Literal["ce", "kl"] = "ce"
     position_weights: Literal["decay", "dpace"] = "decay"
     gamma: Positive | None = None
-    """Of `decay`: w_k = exp(-(k-1)/gamma). None: DFlash's value for the block size (16: 7, 10: 5, 8: 4)."""
+    """Of `decay`: w_k = exp(-(k-1)/gamma). None: DFlash's for the block (16: 7, 10: 5, 8: 4)."""
     dpace_alpha: Annotated[float, Field(gt=0, le=1)] = 0.5
     anchor_density: Positive = 64.0
-    """Anchors per 1,000 tokens of a full slot: with ring.max_tokens it fixes the number of anchors of a step."""
+    """Anchors per 1,000 tokens of a slot: with ring.max_tokens it fixes the anchors of a step."""
     passes_per_slot: Count = 1
     """Optimizer steps on one slot, each with fresh anchors."""
     lr: Positive = 6e-4
@@ -177,13 +179,15 @@ class Config(Section):
     def _across(self) -> Config:
         if self.drafter.block_size > self.ring.max_tokens // 2:
             raise ValueError(
-                f"drafter.block_size {self.drafter.block_size} does not fit a slot of {self.ring.max_tokens} tokens: "
+                f"drafter.block_size {self.drafter.block_size} does not fit a slot of "
+                f"{self.ring.max_tokens} tokens: "
                 f"set ring.max_tokens to at least {2 * self.drafter.block_size}"
             )
         needed = 2 * self.targets + 2
         if self.ring.slots < needed:
             raise ValueError(
-                f"ring.slots {self.ring.slots} is too few for {self.targets} target worker(s) and one trainer: "
+                f"ring.slots {self.ring.slots} is too few for {self.targets} target worker(s) "
+                f"and one trainer: "
                 f"set ring.slots to at least {needed}"
             )
         return self
@@ -204,21 +208,23 @@ class Config(Section):
         return self.train.loss == "kl"
 
     def fingerprint(self, *sections: str) -> str:
-        """A short hash of the named sections: equal fingerprints promise equal results of what reads only them."""
+        """A short hash of the named sections."""
         text = self.model_dump_json(include=set(sections))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def cache_dir() -> Path:
     """Where converted targets and tokenised data are kept between runs."""
-    base = os.environ.get("DFLASH_RING_CACHE") or Path(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    )
-    return Path(base) if os.environ.get("DFLASH_RING_CACHE") else Path(base) / "dflash-ring"
+    own = os.environ.get("DFLASH_RING_CACHE")
+    shared = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(own) if own else Path(shared) / "dflash-ring"
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """Read a YAML file, apply `section.key=value` overrides (value parsed as YAML), validate. Raises ConfigError."""
+    """Read a YAML file, apply `section.key=value` (value parsed as YAML), validate.
+
+    Raises ConfigError.
+    """
     path = Path(path)
     try:
         text = path.read_text()
@@ -291,7 +297,7 @@ def _explain(error: Any, source: str) -> str:
     location = tuple(error["loc"])
     key = ".".join(str(part) for part in location) or "config"
     if error["type"] == "extra_forbidden":
-        # A key may be misspelt, or right but in the wrong section: look in its own section first, then everywhere.
+        # Misspelt, or right but in the wrong section: look in its own section, then everywhere.
         section = _known_keys(location)
         everywhere = [k for name in Config.model_fields for k in (name, *_known_keys((name, "")))]
         near = difflib.get_close_matches(key, section, 1, 0.6)

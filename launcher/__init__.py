@@ -1,1 +1,4 @@
-"""Between the command line and the two halves: preflight, supervision, run records, screens. Imports no torch."""
+"""Between the command line and the two halves: preflight, supervision, run records, screens.
+
+Imports no torch.
+"""
