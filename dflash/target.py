@@ -1,0 +1,250 @@
+"""The frozen target: any Hugging Face causal LM, run over documents for its hidden states.
+
+    target = Target.load(resolve_target(model), arch, taps, dtype=torch.bfloat16)
+    target.self_test()
+    target.capture(documents, slot.all_TF, slot.vlh_TH)
+
+`capture` writes the output of every tapped decoder layer of every document to its packed rows, in
+place. Documents never see each other: they run as right-padded, length-sorted micro-batches
+[b, L], causally, with neither attention mask nor cache. A padded tail can't reach back, so this is
+exact for dense and for recurrent (hybrid) targets. Decoding with a cache is decode.py's work.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from .arch import TargetArch
+from .config import ConfigError
+from .model import FrozenEnds
+from .target_files import load_ends, resolve_target
+
+__all__ = ["CaptureError", "MicroBatch", "Target", "load_ends", "micro_batches", "resolve_target"]
+
+CALL_TOKENS = 64
+"""What one forward call costs beside its tokens, in tokens: weighs padding against more calls."""
+
+
+class CaptureError(Exception):
+    """The self-test found hidden states that are not the model's. The text names layer and size."""
+
+
+class _LastTapReached(Exception):
+    """Raised in the last tap's hook: the layers above it are not needed."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    documents: tuple[int, ...]
+    """Indices of the documents, one a row: b of them."""
+    length: int
+    """L: every row is padded on the right to it."""
+
+
+def padded_length(length: int) -> int:
+    """The next of 16, 32, 48, ... 128, then four lengths an octave: 160, 192, 224, 256, 320, ..."""
+    step = max(16, 1 << (length - 1).bit_length() - 3)
+    return -(-length // step) * step
+
+
+def micro_batches(
+    lengths: Sequence[int], max_tokens: int, max_length: int | None = None
+) -> list[MicroBatch]:
+    """Cut documents, longest first, into batches [b, L] with b * L <= max_tokens (a single longer
+    document excepted), b a power of two, L a `padded_length` (at most `max_length`).
+
+    The cut with the least padding, each call counted as CALL_TOKENS more: the shortest path over
+    the sorted documents. No row is ever empty, so every document is in exactly one row.
+    """
+    assert all(n > 0 for n in lengths), "an empty document"
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    padded = [min(padded_length(lengths[i]), max_length or lengths[i] * 2 + 16) for i in order]
+    count = len(order)
+    best = [0] + [0] * count  # best[i]: cost of the first i documents; cut[i]: rows of its last one
+    cut = [0] * (count + 1)
+    for end in range(1, count + 1):
+        costs = []
+        for rows in _powers_of_two(end):
+            tokens = rows * padded[end - rows]
+            if rows == 1 or tokens <= max_tokens:
+                costs.append((best[end - rows] + tokens + CALL_TOKENS, rows))
+        best[end], cut[end] = min(costs)
+    batches = []
+    end = count
+    while end:
+        start = end - cut[end]
+        batches.append(MicroBatch(tuple(order[start:end]), padded[start]))
+        end = start
+    return batches[::-1]
+
+
+def _powers_of_two(limit: int) -> list[int]:
+    return [1 << i for i in range(limit.bit_length())]
+
+
+class Target:
+    """A loaded target. `model` is the causal LM, `layers` its decoder layers, `taps` 0-based."""
+
+    def __init__(
+        self,
+        model: Any,
+        arch: TargetArch,
+        taps: Sequence[int],
+        directory: Path,
+        micro_batch_tokens: int = 2048,
+    ) -> None:
+        assert list(taps) == sorted(set(taps)), "taps must rise"
+        self.model, self.arch, self.taps, self.directory = model, arch, tuple(taps), directory
+        self.micro_batch_tokens = micro_batch_tokens
+        self.backbone = text_backbone(model)
+        self.layers = decoder_layers(self.backbone, arch)
+        self.cache_name = cache_argument(self.backbone)
+        bad = [tap for tap in self.taps if not 0 <= tap < len(self.layers)]
+        if bad or not self.taps:
+            raise ConfigError(
+                f"target.taps: {list(taps)}: the target has {len(self.layers)} layers"
+            )
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | Path,
+        arch: TargetArch,
+        taps: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: str | torch.device = "cpu",
+        micro_batch_tokens: int = 2048,
+    ) -> Target:
+        """The model of an HF directory, in eval mode, straight onto `device`.
+
+        Raises ConfigError: not a causal LM that transformers knows, or taps outside it.
+        """
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # a worker's stderr is a log file
+        try:
+            # dtype here, not .to(dtype): that would also round the rotary frequencies.
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map=None)
+        except (ValueError, KeyError, OSError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(
+                f"target.model: {directory}: not loadable as a causal LM: {reason}"
+            ) from None
+        model = model.to(device).eval().requires_grad_(False)
+        return cls(model, arch, taps, Path(directory), micro_batch_tokens)
+
+    def ends(self) -> FrozenEnds:
+        """The embedding, head and norm that the drafter uses, read from the files."""
+        return load_ends(self.directory, self.arch, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def capture(
+        self,
+        documents: Sequence[np.ndarray | torch.Tensor],
+        all_TF: torch.Tensor,
+        vlh_TH: torch.Tensor | None = None,
+        beat: Callable[[], None] | None = None,
+    ) -> None:
+        """Write the hidden states of `documents` (token ids), packed one after the other.
+
+        all_TF [T, n_taps*H]: tap i's layer output in columns i*H..(i+1)*H. vlh_TH [T, H]: the state
+        after the final norm, so that logits = head(vlh); without it the layers above the last tap
+        don't run. Rows after the last document are left alone. `beat` is called before each
+        forward. On CUDA the writes are queued on the current stream.
+        """
+        lengths = [len(ids) for ids in documents]
+        starts = [0, *itertools.accumulate(lengths)]
+        assert starts[-1] <= len(all_TF), "more tokens than rows"
+        longest = max(self.arch.max_position_embeddings, *lengths)
+        for batch in micro_batches(lengths, self.micro_batch_tokens, longest):
+            if beat is not None:
+                beat()
+            ids_BL = torch.zeros(len(batch.documents), batch.length, dtype=torch.int64)
+            for row, document in enumerate(batch.documents):
+                ids_BL[row, : lengths[document]] = torch.as_tensor(documents[document])
+            spans = [(starts[document], lengths[document]) for document in batch.documents]
+            self._forward(ids_BL.to(self.device), spans, all_TF, vlh_TH)
+
+    def _forward(
+        self,
+        ids_BL: torch.Tensor,
+        spans: Sequence[tuple[int, int]],
+        all_TF: torch.Tensor,
+        vlh_TH: torch.Tensor | None,
+    ) -> None:
+        """One micro-batch. `spans`: (first packed row, length) of each of its rows."""
+        hidden = self.arch.hidden_size
+
+        def scatter(state_BLH: torch.Tensor, out_TH: torch.Tensor) -> None:
+            for row, (start, length) in enumerate(spans):
+                out_TH[start : start + length].copy_(state_BLH[row, :length], non_blocking=True)
+
+        def hook(index: int) -> Callable[..., None]:
+            def write(module: nn.Module, args: Any, output: Any) -> None:
+                scatter(layer_output(output), all_TF[:, index * hidden : (index + 1) * hidden])
+                if vlh_TH is None and index == len(self.taps) - 1:
+                    raise _LastTapReached
+
+            return write
+
+        handles = [
+            self.layers[tap].register_forward_hook(hook(index))
+            for index, tap in enumerate(self.taps)
+        ]
+        try:
+            output = self.backbone(input_ids=ids_BL, use_cache=False)
+        except _LastTapReached:
+            return
+        finally:
+            for handle in handles:
+                handle.remove()
+        assert vlh_TH is not None
+        scatter(output.last_hidden_state, vlh_TH)
+
+    def self_test(self, documents: Sequence[np.ndarray] | None = None) -> None:
+        """Prove on two short documents that `capture` gives the model's own states.
+
+        `documents`: real token ids are best; random ones otherwise. Raises CaptureError.
+        """
+        from .self_test import self_test
+
+        self_test(self, documents)
+
+
+def layer_output(output: Any) -> torch.Tensor:
+    """The residual stream after a decoder layer: some families return a tuple."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def text_backbone(model: Any) -> Any:
+    """The decoder without its head; of a vision-language model its text part."""
+    backbone = model.get_decoder()
+    return getattr(backbone, "language_model", backbone)
+
+
+def decoder_layers(backbone: nn.Module, arch: TargetArch) -> nn.ModuleList:
+    for module in backbone.children():
+        if isinstance(module, nn.ModuleList) and len(module) == arch.num_layers:
+            return module
+    raise ConfigError(
+        f"target.model: {type(backbone).__name__} has no list of {arch.num_layers} decoder layers"
+    )
+
+
+def cache_argument(backbone: nn.Module) -> str:
+    """What this transformers calls the cache argument: `cache`, in older ones `past_key_values`."""
+    parameters = inspect.signature(type(backbone).forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"

