@@ -114,11 +114,13 @@ def _check_ends(
 ) -> None:
     """What the drafter borrows: head(vlh) is the model's logits, its embeddings are the model's."""
     ends, limit = target.ends(), SAME_SHAPE[target.dtype]
-    logits_TV = (vlh_TH @ ends.head_VH.T).float()
-    if ends.logit_softcap is not None:
-        logits_TV = ends.logit_softcap * torch.tanh(logits_TV / ends.logit_softcap)
-    _close(logits_TV, reference.logits_TV, limit, "head(last hidden state) and the model's logits")
-    embedded_TH = ends.embed_VH[torch.as_tensor(ids, device=target.device)] * ends.embed_scale
+    _close(
+        ends.logits(vlh_TH),
+        reference.logits_TV,
+        limit,
+        "head(last hidden state) and the model's logits",
+    )
+    embedded_TH = ends.embed(torch.as_tensor(ids, device=target.device))
     _close(embedded_TH, reference.hidden_states[0], limit, "the embeddings and the model's")
 
 

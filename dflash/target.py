@@ -52,7 +52,7 @@ class MicroBatch:
 
 def padded_length(length: int) -> int:
     """The next of 16, 32, 48, ... 128, then four lengths an octave: 160, 192, 224, 256, 320, ..."""
-    step = max(16, 1 << (length - 1).bit_length() - 3)
+    step = max(16, (1 << (length - 1).bit_length()) // 8)
     return -(-length // step) * step
 
 
@@ -67,7 +67,9 @@ def micro_batches(
     """
     assert all(n > 0 for n in lengths), "an empty document"
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    padded = [min(padded_length(lengths[i]), max_length or lengths[i] * 2 + 16) for i in order]
+    padded = [padded_length(lengths[i]) for i in order]
+    if max_length is not None:
+        padded = [min(length, max_length) for length in padded]
     count = len(order)
     best = [0] + [0] * count  # best[i]: cost of the first i documents; cut[i]: rows of its last one
     cut = [0] * (count + 1)

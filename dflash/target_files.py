@@ -169,7 +169,7 @@ def load_ends(
     directory: str | Path, arch: TargetArch, dtype: torch.dtype, device: str | torch.device
 ) -> FrozenEnds:
     """The target's frozen ends: embed_VH [V, H], head_VH [V, H] (the same tensor where they are
-    tied) and norm_H [H], the weight that multiplies (1 is added for zero-centred norms).
+    tied) and norm_H [H], all as stored.
 
     Raises ConfigError where the files lack them or have other shapes.
     """
@@ -185,9 +185,7 @@ def load_ends(
     head_VH = embed_VH
     if not arch.tie_word_embeddings:
         head_VH = read(HEAD_KEYS, "head").to(device=device, dtype=dtype)
-    # In float32 first: 1 + w would lose the small w in bfloat16.
-    norm_H = read(NORM_KEYS, "final norm").float() + (1 if arch.zero_centred_norm else 0)
-    norm_H = norm_H.to(device=device, dtype=dtype)
+    norm_H = read(NORM_KEYS, "final norm").to(device=device, dtype=dtype)
     for name, tensor in (("embedding", embed_VH), ("head", head_VH)):
         if tensor.shape != (arch.vocab_size, arch.hidden_size):
             raise ConfigError(

