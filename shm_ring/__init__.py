@@ -1,0 +1,48 @@
+"""A ring of fixed-shape slots in shared files: N writers, M readers, any of which may die anywhere.
+
+It knows nothing of models. docs/ring.md has the byte layout and the table of states.
+"""
+
+from .errors import (
+    LayoutMismatch,
+    NoSpace,
+    Poisoned,
+    RingBusy,
+    RingError,
+    RingMissing,
+    StaleLease,
+    Stopped,
+)
+from .inspect import PartyView, RingSnapshot, SlotView, rates, snapshot
+from .layout import Field, hidden_state_fields, ring_bytes
+from .ring import ReadLease, RingReader, RingWriter, WriteLease
+from .segment import clear_closed, create, destroy, sweep
+from .space import free_bytes
+
+__all__ = [
+    "Field",
+    "LayoutMismatch",
+    "NoSpace",
+    "PartyView",
+    "Poisoned",
+    "ReadLease",
+    "RingBusy",
+    "RingError",
+    "RingMissing",
+    "RingReader",
+    "RingSnapshot",
+    "RingWriter",
+    "SlotView",
+    "StaleLease",
+    "Stopped",
+    "WriteLease",
+    "clear_closed",
+    "create",
+    "destroy",
+    "free_bytes",
+    "hidden_state_fields",
+    "rates",
+    "ring_bytes",
+    "snapshot",
+    "sweep",
+]
