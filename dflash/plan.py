@@ -1,14 +1,15 @@
-"""Which documents fill slot number `seq`: a pure function of (document lengths, seed, slot size). numpy only, no torch.
+"""Which documents fill slot number `seq`: a pure function of (lengths, seed, slot size). No torch.
 
     plan = Plan(lengths_N, seed=0, max_tokens=4096, max_docs=64)
     plan.slot(seq)        document indices of that slot, longest first
     plan.data_pass(seq)   how often the whole data has been used before that slot
 
-Every data pass has the same number of slots and uses each document exactly once, so seq alone names pass and slot: no
-state, no queue, any call order, any process. A pass is dealt like cards: documents sorted by length are cut into strata
-of one document a slot, so every slot gets its share of long, middling and short ones. Inside a stratum the longest
-document goes to the slot that looks emptiest, and the look errs at random by about one document (`temperature`): that
-shuffles the company of every document from pass to pass, while shorter strata, which err less, level the fills.
+Every data pass has the same number of slots and uses each document exactly once, so seq alone
+names pass and slot: no state, no queue, any call order, any process. A pass is dealt like cards:
+documents sorted by length are cut into strata of one document a slot, so every slot gets its share
+of long, middling and short ones. Inside a stratum the longest document goes to the slot that looks
+emptiest, and the look errs at random by about one document (`temperature`): that shuffles the
+company of every document from pass to pass, while later strata, shorter, level the fills.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PASSES_KEPT = 2
 class Plan:
     def __init__(self, lengths_N: Ints, *, seed: int, max_tokens: int, max_docs: int) -> None:
         assert len(lengths_N) > 0, "a plan needs documents"
-        assert 1 <= lengths_N.min() and lengths_N.max() <= max_tokens, "a document exceeds a slot"
+        assert lengths_N.min() >= 1 and lengths_N.max() <= max_tokens, "a document exceeds a slot"
         self.seed, self.max_tokens, self.max_docs = seed, max_tokens, max_docs
         self.order_N: Ints = np.argsort(-lengths_N, kind="stable").astype(np.int64)
         self.sorted_N: Ints = lengths_N[self.order_N].astype(np.int64)
@@ -47,14 +48,14 @@ class Plan:
         return seq // self.slots_per_pass
 
     def slot(self, seq: int) -> Ints:
-        """Indices of the documents of slot `seq` in their packed order, longest first; at most max_docs."""
+        """Indices of the documents of slot `seq` in packed order, longest first."""
         assert seq >= 0
         docs_N, starts_S1 = self._pass(self.data_pass(seq))
         index = seq % self.slots_per_pass
         return docs_N[starts_S1[index] : starts_S1[index + 1]]
 
     def _pass(self, data_pass: int) -> tuple[Ints, Ints]:
-        """The pass slot by slot: document indices, and where each slot starts in them (one more than slots)."""
+        """The pass slot by slot: document indices, and where each slot starts (slots + 1)."""
         if data_pass not in self._dealt:
             while len(self._dealt) >= PASSES_KEPT:
                 del self._dealt[min(self._dealt)]
@@ -72,7 +73,9 @@ class Plan:
         slot_N = shuffle_S[slot_N]
         by_slot_N = np.argsort(slot_N, kind="stable")  # stable: longest first stays
         starts_S1 = np.searchsorted(slot_N[by_slot_N], np.arange(self.slots_per_pass + 1))
-        return self.order_N[by_slot_N], starts_S1
+        docs_N = self.order_N[by_slot_N]
+        docs_N.flags.writeable = False  # slots are views of it
+        return docs_N, starts_S1
 
     def _count_slots(self) -> int:
         """About the fewest slots that hold every document when dealt without randomness."""
@@ -109,7 +112,7 @@ class Plan:
         return slot_N
 
     def _place_by_room(self, lengths: Ints, fill_S: Ints, docs_S: Ints) -> Ints | None:
-        """Slot of each of these, longest first, always the emptiest; fills and counts grow in place."""
+        """Slot of each of these, longest first, always the emptiest; fills grow in place."""
         heap = [
             (int(fill), slot) for slot, fill in enumerate(fill_S) if docs_S[slot] < self.max_docs
         ]

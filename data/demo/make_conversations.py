@@ -1,10 +1,11 @@
-"""Answers the demo's prompts with the target itself, greedily: drafters learn from what their target would say.
+"""Answers the demo's prompts with the target itself: drafters learn from what their target says.
 
-    python data/demo/make_conversations.py --target DIR [--out data/demo/conversations.jsonl] [--limit N]
+    python data/demo/make_conversations.py --target DIR [--out FILE] [--limit N]
 
-Greedy decoding in bfloat16, left-padded batches in a fixed order: the same machine gives the same file again (another
-CPU may round a near-tie the other way). An answer that hits --max-new-tokens has no stop token to train on, and is mostly
-a repetition loop: its conversation is dropped and counted, never cut. One JSON object a line, `messages` only.
+Greedy decoding in bfloat16, left-padded batches in a fixed order: the same machine gives the same
+file again (another CPU, or another --batch, may round a near-tie the other way). An answer that
+hits --max-new-tokens has no stop token to train on and is mostly a repetition loop: its
+conversation is dropped and counted, never cut. One JSON object a line, `messages` only.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Messages = list[dict[str, str]]
 
 @torch.inference_mode()
 def answer(model: Any, tokenizer: Any, chats: list[Messages], max_new: int) -> list[str | None]:
-    """The assistant's next message of each chat; None where it did not stop within `max_new` tokens."""
+    """The next assistant message of each chat; None where it did not stop in `max_new` tokens."""
     batch = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
@@ -40,7 +41,7 @@ def answer(model: Any, tokenizer: Any, chats: list[Messages], max_new: int) -> l
 def converse(
     model: Any, tokenizer: Any, turns: list[tuple[str, ...]], max_new: int
 ) -> list[Messages | None]:
-    """Plays every turn of a batch of conversations; None for those with an answer that did not stop."""
+    """Plays every turn of a batch of conversations; None for those with an unfinished answer."""
     chats: list[Messages | None] = [[] for _ in turns]
     for turn in range(max(map(len, turns))):
         live = [n for n, chat in enumerate(chats) if chat is not None and len(turns[n]) > turn]
@@ -58,8 +59,8 @@ def main() -> None:
     parser.add_argument("--target", required=True, help="Hugging Face directory or hub name")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("conversations.jsonl"))
     parser.add_argument("--limit", type=int, help="only the first N prompts")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--max-new-tokens", type=int, default=160)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--max-new-tokens", type=int, default=320)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
 
