@@ -29,10 +29,10 @@ from .model import softcap
 
 LossKind = Literal["ce", "kl"]
 
-CPU_CHUNK_BYTES = 48 << 20
-CUDA_CHUNK_BYTES = 2 << 30
-"""Of one chunk's float32 logits. Below ~256 rows a CPU matmul with the head loses a tenth of its
-speed."""
+CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 2 << 30}
+"""Of a chunk's logits, the rows of one matmul: below 128 rows a CPU loses a tenth of its speed."""
+TILE_BYTES = {"cpu": 2 << 20, "cuda": 2 << 30}
+"""Of the rows that the elementwise passes take at a time: on a CPU they stay in cache (4x)."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,6 @@ class HeadLoss:
     rank_R: Tensor
     """int64: how many tokens the draft puts before the data token; 0 means that the draft's argmax
     is right."""
-
-
-def chunk_rows(vocab_size: int, device: torch.device) -> int:
-    budget = CUDA_CHUNK_BYTES if device.type == "cuda" else CPU_CHUNK_BYTES
-    return max(16, budget // (4 * vocab_size))
 
 
 def head_loss(
@@ -65,7 +60,8 @@ def head_loss(
     Flat rows on purpose: a batched [B, A, K, H] @ head.T copies the head for every batch.
     """
     assert hidden_RH.ndim == 2 and label_R.shape == hidden_RH.shape[:1]
-    rows = rows or chunk_rows(head_VH.shape[0], hidden_RH.device)
+    row_bytes = head_VH.shape[0] * head_VH.element_size()
+    rows = rows or max(16, CHUNK_BYTES[hidden_RH.device.type] // row_bytes)
     return HeadLoss(*_FrozenHead.apply(hidden_RH, head_VH, label_R, teacher_RH, cap, rows))
 
 
@@ -81,18 +77,28 @@ class _FrozenHead(torch.autograd.Function):
         rows: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(hidden_RH.dtype, torch.float32)
-        loss_R, nll_R = hidden_RH.new_empty(2, label_R.numel(), dtype=wide).unbind()
-        rank_R = torch.empty_like(label_R)
+        loss_R = torch.empty(label_R.shape, dtype=wide, device=label_R.device)
+        nll_R, rank_R = torch.empty_like(loss_R), torch.empty_like(label_R)
         grad_RH = torch.empty_like(hidden_RH) if ctx.needs_input_grad[0] else None
+        raw_CV = head_VH.new_empty(min(rows, label_R.numel()), head_VH.shape[0])
+        teacher_CV = None if teacher_RH is None else torch.empty_like(raw_CV)
         for start in range(0, label_R.numel(), rows):
-            part = slice(start, start + rows)
-            raw_CV = F.linear(hidden_RH[part], head_VH)
-            teacher_CV = None if teacher_RH is None else F.linear(teacher_RH[part], head_VH)
-            loss_R[part], nll_R[part], rank_R[part], dlogits_CV = _rows(
-                raw_CV, label_R[part], teacher_CV, cap, wide
-            )
+            part = slice(start, min(start + rows, label_R.numel()))
+            count = part.stop - part.start
+            torch.mm(hidden_RH[part], head_VH.T, out=raw_CV[:count])
+            if teacher_RH is not None and teacher_CV is not None:
+                torch.mm(teacher_RH[part], head_VH.T, out=teacher_CV[:count])
+            for tile in _tiles(raw_CV[:count]):
+                at = slice(start + tile.start, start + tile.stop)
+                loss_R[at], nll_R[at], rank_R[at] = _rows(
+                    raw_CV[tile],
+                    label_R[at],
+                    None if teacher_CV is None else teacher_CV[tile],
+                    cap,
+                    wide,
+                )
             if grad_RH is not None:
-                torch.mm(dlogits_CV.to(head_VH.dtype), head_VH, out=grad_RH[part])
+                torch.mm(raw_CV[:count], head_VH, out=grad_RH[part])
         ctx.save_for_backward(grad_RH)
         ctx.mark_non_differentiable(nll_R, rank_R)
         return loss_R, nll_R, rank_R
@@ -103,37 +109,62 @@ class _FrozenHead(torch.autograd.Function):
         return (grad_RH * grads[0][:, None]).to(grad_RH.dtype), None, None, None, None, None
 
 
+def _tiles(raw_CV: Tensor) -> list[slice]:
+    rows = max(1, TILE_BYTES[raw_CV.device.type] // (4 * raw_CV.shape[1]))
+    count = raw_CV.shape[0]
+    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
+
+
 def _rows(
     raw_CV: Tensor, label_C: Tensor, teacher_CV: Tensor | None, cap: float | None, wide: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, nll, rank, d loss / d raw logits) of a chunk. Works in place on its own wide
-    copies."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, nll, rank) of some rows. Leaves d loss / d raw in raw_CV, and teacher_CV used up.
+
+    In place as far as it goes; with s = z - max z and t likewise of the target,
+    kl = sum(e^t (t - s)) / sum(e^t) - log sum(e^t) + log sum(e^s).
+    """
     label_C1 = label_C[:, None]
     rank_C = data_rank(raw_CV, label_C)
-    logits_CV = raw_CV.to(wide) if cap is None else softcap(raw_CV.to(wide), cap)
-    slope_CV = None if cap is None else 1 - (logits_CV / cap).square_()
-    logq_CV = F.log_softmax(logits_CV, dim=-1)
-    nll_C = -logq_CV.gather(1, label_C1)[:, 0]
+    draft_CV = _logits(raw_CV, cap, wide)
+    slope_CV = None if cap is None else 1 - (draft_CV / cap).square_()
+    draft_CV.sub_(draft_CV.amax(dim=-1, keepdim=True))
+    own_C1 = draft_CV.gather(1, label_C1)
     if teacher_CV is None:
-        loss_C = nll_C
-        dlogits_CV = logq_CV.exp_()
-        dlogits_CV.scatter_add_(1, label_C1, torch.full_like(label_C1, -1, dtype=wide))
+        sum_C1 = draft_CV.exp_().sum(dim=-1, keepdim=True)
+        nll_C1 = loss_C1 = sum_C1.log() - own_C1
+        dlogits_CV = draft_CV.div_(sum_C1)
+        dlogits_CV.scatter_add_(1, label_C1, torch.full_like(own_C1, -1))
     else:
-        teacher_CV = teacher_CV.to(wide) if cap is None else softcap(teacher_CV.to(wide), cap)
-        logp_CV = F.log_softmax(teacher_CV, dim=-1)
-        p_CV = logp_CV.exp()
-        loss_C = logp_CV.sub_(logq_CV).mul_(p_CV).sum(dim=-1)
-        dlogits_CV = logq_CV.exp_().sub_(p_CV)
-    return loss_C, nll_C, rank_C, dlogits_CV if slope_CV is None else dlogits_CV.mul_(slope_CV)
+        target_CV = _logits(teacher_CV, cap, wide)
+        target_CV.sub_(target_CV.amax(dim=-1, keepdim=True))
+        gap_CV = target_CV - draft_CV
+        p_sum_C1 = target_CV.exp_().sum(dim=-1, keepdim=True)
+        sum_C1 = draft_CV.exp_().sum(dim=-1, keepdim=True)
+        p_CV = target_CV.div_(p_sum_C1)
+        nll_C1 = sum_C1.log() - own_C1
+        loss_C1 = gap_CV.mul_(p_CV).sum(dim=-1, keepdim=True) - p_sum_C1.log() + sum_C1.log()
+        dlogits_CV = draft_CV.div_(sum_C1).sub_(p_CV)
+    raw_CV.copy_(dlogits_CV if slope_CV is None else dlogits_CV.mul_(slope_CV))
+    return loss_C1[:, 0], nll_C1[:, 0], rank_C
+
+
+def _logits(raw_CV: Tensor, cap: float | None, wide: torch.dtype) -> Tensor:
+    """Widened and soft-capped, as a copy to write on unless raw is that wide already."""
+    wide_CV = raw_CV.to(wide)
+    return wide_CV if cap is None else wide_CV.div_(cap).tanh_().mul_(cap)
 
 
 def data_rank(raw_CV: Tensor, label_C: Tensor) -> Tensor:
-    """How many tokens come before the data token when logits are sorted, lower ids first among
-    equals (as argmax does; bf16 logits tie often). No sort. A soft cap is monotone, so raw logits
-    serve."""
+    """How many logits exceed the data token's; at least 1 where the argmax is another token, so
+    that rank 0 means exactly "the draft's argmax is right" (bf16 logits tie, and the first of
+    equals wins).
+
+    No sort. A soft cap is monotone, so raw logits serve.
+    """
     own_C1 = raw_CV.gather(1, label_C[:, None])
-    earlier_CV = torch.arange(raw_CV.shape[1], device=raw_CV.device) < label_C[:, None]
-    return ((raw_CV > own_C1) | ((raw_CV == own_C1) & earlier_CV)).sum(dim=-1)
+    above_C = (raw_CV > own_C1).sum(dim=-1, dtype=torch.int32)
+    beaten_C = raw_CV.max(dim=-1).indices != label_C
+    return torch.maximum(above_C, beaten_C.int()).long()
 
 
 def head_loss_full(
@@ -155,8 +186,9 @@ def head_loss_full(
     loss_R = nll_R
     if teacher_RH is not None:
         loss_R = F.kl_div(logq_RV, log_probs(teacher_RH), reduction="none", log_target=True).sum(-1)
-    order_RV = logq_RV.sort(dim=-1, descending=True, stable=True).indices
-    rank_R = (order_RV == label_R[:, None]).int().argmax(dim=-1)
+    own_R1 = logq_RV.gather(1, label_R[:, None])
+    above_R = (logq_RV > own_R1).sum(dim=-1)
+    rank_R = torch.where(logq_RV.argmax(dim=-1) == label_R, 0, above_R.clamp_min(1))
     return HeadLoss(loss_R, nll_R.detach(), rank_R)
 
 
