@@ -3,6 +3,7 @@
 It knows nothing of models. docs/ring.md has the byte layout and the table of states.
 """
 
+from .create import clear_closed, create
 from .errors import (
     LayoutMismatch,
     NoSpace,
@@ -15,13 +16,14 @@ from .errors import (
 )
 from .inspect import PartyView, RingSnapshot, SlotView, rates, snapshot
 from .layout import Field, hidden_state_fields, ring_bytes
+from .remove import Leftover, destroy, leftovers, sweep
 from .ring import ReadLease, RingReader, RingWriter, WriteLease
-from .segment import clear_closed, create, destroy, sweep
 from .space import free_bytes
 
 __all__ = [
     "Field",
     "LayoutMismatch",
+    "Leftover",
     "NoSpace",
     "PartyView",
     "Poisoned",
@@ -41,6 +43,7 @@ __all__ = [
     "destroy",
     "free_bytes",
     "hidden_state_fields",
+    "leftovers",
     "rates",
     "ring_bytes",
     "snapshot",

@@ -1,7 +1,8 @@
-"""Named crash points: `DFLASH_RING_CRASH=claim.word:3` kills this process at the third passage of that point.
+"""Named crash points: DFLASH_RING_CRASH=claim.word:3 kills the process at its third passage there.
 
-A test drives every point of `POINTS` with real processes. Unset, a passage costs one comparison. A test of the pure
-core puts its own function into `action` and raises from it: the store before the point has happened, the next has not.
+A test drives every point of `POINTS` with real processes. A test of the pure core puts its own
+function into `action` and raises from it: the store before the point has happened, the next has
+not. Unset, a passage costs one comparison.
 """
 
 from __future__ import annotations
@@ -14,14 +15,20 @@ VARIABLE = "DFLASH_RING_CRASH"
 
 # role: the points that it passes. "any" is whoever holds CTRL.
 POINTS: dict[str, tuple[str, ...]] = {
-    "any": ("ctrl.locked", "derive.head", "derive.tail", "fail.count", "ctrl.unlocked"),
+    "any": (
+        "ctrl.locked",
+        "derive.head",
+        "derive.tail",
+        "fail.count",
+        "ctrl.unlocked",
+        "wake.hint",
+    ),
     "producer": (
         "claim.seq",
         "claim.word",
         "claim.head",
         "publish.seal",
         "publish.word",
-        "publish.hint",
         "abort.word",
         "release.word",
     ),
@@ -45,8 +52,9 @@ POINTS: dict[str, tuple[str, ...]] = {
         "finish.settled",
     ),
     "joiner": ("join.lock", "join.record", "join.state", "leave.state"),
-    "creator": ("create.dir", "create.file", "create.meta", "create.rename", "remove.rename"),
-    "starter": ("clear.end", "clear.closed"),
+    "creator": ("create.dir", "create.file", "create.meta", "create.rename"),
+    "remover": ("remove.rename", "remove.semaphores"),
+    "starter": ("clear.rewound", "clear.end"),
 }
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a ring. The text of each is one line that a program prints as it stands."""
+"""What can go wrong with a ring. Each text is one line, to be printed as it stands."""
 
 
 class RingError(Exception):

@@ -1,6 +1,7 @@
-"""The bytes of a ring: meta.bin, ready.bin, the field table and every size. No I/O here; docs/ring.md is the prose.
+"""The bytes of a ring: meta.bin, ready.bin, the field table and every size. No I/O.
 
-Everything is little-endian and 8-byte aligned. A position written in CAPITALS is an index of u64 words in a file.
+Everything is little-endian and 8-byte aligned. A position in CAPITALS is an index of u64 words in
+its file, unless it says bytes. docs/ring.md is the prose.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _DTYPE_NAMES = {code: name for name, (code, _) in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Field:
-    """One data file of a slot. `per_token`: shape is [1, T, ...] and only the first total_tok rows of T are valid."""
+    """One data file of a slot. `per_token`: of shape [1, T, ...], only total_tok rows are valid."""
 
     name: str
     dtype: str
@@ -72,7 +73,7 @@ class Field:
 def hidden_state_fields(
     *, max_tokens: int, max_docs: int, taps_width: int, hidden: int, dtype: str, vlh: bool
 ) -> tuple[Field, ...]:
-    """The files of a slot of hidden states. `taps_width` is n_taps * hidden; `vlh`: the loss needs the last state."""
+    """The files of a slot of hidden states, in order. `taps_width`: n_taps * hidden."""
     states = [Field("all", dtype, (1, max_tokens, taps_width), per_token=True)]
     if vlh:
         states.append(Field("vlh", dtype, (1, max_tokens, hidden), per_token=True))
@@ -177,7 +178,7 @@ def words(buffer: bytes | bytearray | memoryview) -> memoryview:
 
 
 def parse_header(meta: bytes | memoryview, path: object) -> Header:
-    """Checks what does not depend on this process. Raises LayoutMismatch (no ring, other version) or RingError."""
+    """Raises LayoutMismatch: no ring, or another version; RingError: damaged."""
     if len(meta) != META_BYTES:
         raise LayoutMismatch(f"{path}/meta.bin has {len(meta)} bytes, not {META_BYTES}: no ring")
     word = struct.unpack_from("<25Q", meta)
@@ -195,8 +196,8 @@ def parse_header(meta: bytes | memoryview, path: object) -> Header:
     if layout_hash(slots, table) != word[LAYOUT_HASH]:
         raise RingError(f"{path}/meta.bin is damaged: its layout hash does not fit its field table")
     fields = unpack_table(table, count)
-    if slot_size(fields) != word[SLOT_SIZE]:
-        raise RingError(f"{path}/meta.bin is damaged: slot_size {word[SLOT_SIZE]}")
+    if slot_size(fields) != word[SLOT_SIZE] or max(word[QUARANTINE_NS : CTRL_NS + 1]) >= 2**42:
+        raise RingError(f"{path}/meta.bin is damaged: slot_size {word[SLOT_SIZE]}, or a timeout")
     name = bytes(meta[NAME_BYTES]).rstrip(b"\0").decode(errors="replace")
     return Header(name, word[RING_ID], slots, fields, bytes(meta[BOOT_ID * 8 : BOOT_ID * 8 + 16]))
 
@@ -211,5 +212,5 @@ def check_same_table(
         if there != here:
             raise LayoutMismatch(
                 f"{path} (run {run_name!r}) holds {there or 'no further field'}, this process "
-                f"expects {here or 'no further field'}: same config on both sides, or another ring.path"
+                f"expects {here or 'no further field'}: use one config for both, or another ring"
             )

@@ -1,8 +1,8 @@
 """Who is alive: party records, the kernel's proof of death, and the reaper that acts on it.
 
-A party holds the lock PARTY[i] from joining to its end, and the kernel drops it at any death. Dead =
-that lock is free, or (same boot and pid namespace) the process is gone. A late heartbeat only says
-"suspect": a stopped process still holds its lock, and its slot.
+A party holds the lock PARTY[i] from joining to its end, and the kernel drops it at any death.
+Dead: that lock is free, or (in the same pid namespace) the process is gone. A late heartbeat only
+says "suspect": a stopped process still holds its lock, and its slot.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .crash import crash_point
 from .errors import RingBusy, RingError
 from .locks import LockFile
 from .protocol import reap
-from .state import View, count, owners
+from .state import U64, View, count, owners
 
 FREE_RECORD, JOINED, EXITED, DEAD = range(4)
 WRITER, READER = 1, 2
@@ -38,7 +38,7 @@ def pid_namespace() -> int:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot, mod 2**32; None: it is gone or a zombie."""
+    """When a process started, in clock ticks since boot, mod 2**32; None: gone, or a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -52,7 +52,7 @@ def start_ticks(pid: int) -> int | None:
 
 @dataclass(frozen=True)
 class Record:
-    """One party record of meta.bin, decoded. Times in ns of CLOCK_MONOTONIC, `joined_s` in seconds."""
+    """One party record of meta.bin, decoded; times by CLOCK_MONOTONIC."""
 
     index: int
     state: int
@@ -93,6 +93,14 @@ def read_record(meta: memoryview, index: int) -> Record:
         w[at.P_TOKENS],
         name,
     )
+
+
+def waiting_parties(meta: memoryview, kinds: tuple[int, ...]) -> list[int]:
+    """Indices of the parties that wait for one of these. Hints go to them."""
+    wanted = [JOINED | kind << 16 for kind in kinds]
+    step = at.PARTY_BYTES // 8
+    states = meta[word_of(0) : word_of(at.MAX_PARTIES) : step].tolist()
+    return [index for index, word in enumerate(states) if word & 0xFF00FF in wanted]
 
 
 def proved_dead(lock: LockFile, record: Record) -> bool:
@@ -160,11 +168,12 @@ class PartyRecord:
         word = self._word + at.P_ITEMS
         items = (self._meta[word] >> 32) + 1 & 0xFFFFFFFF
         self._meta[word] = self._meta[word] & 0xFFFFFFFF | items << 32
-        self._meta[self._word + at.P_TOKENS] += tokens
+        word = self._word + at.P_TOKENS
+        self._meta[word] = self._meta[word] + tokens & U64
 
 
 def join(view: View, lock: LockFile, role: int, name: str, now: int) -> PartyRecord:
-    """Under CTRL. Takes a record that no slot names and whose lock is free; its state is stored last.
+    """Under CTRL: takes a record that no slot names and whose lock is free; its state comes last.
 
     Raises RingBusy when a living party has this name, RingError when all records are taken.
     """
@@ -198,7 +207,7 @@ def leave(view: View, lock: LockFile, record: PartyRecord, now: int) -> None:
 
 
 def reap_due(meta: memoryview, now: int) -> bool:
-    """Once a period for the whole ring, whoever comes first; a time from the future counts as due."""
+    """Once a period for the whole ring, whoever comes first. A time from the future is damage."""
     return not 0 <= now - meta[at.REAPED_NS] < meta[at.REAP_NS]
 
 

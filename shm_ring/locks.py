@@ -1,7 +1,8 @@
-"""Kernel locks on byte ranges of meta.bin (open file description locks): mutual exclusion that SIGKILL releases.
+"""Kernel locks on byte ranges of meta.bin, mutual exclusion that even SIGKILL releases.
 
-An OFD lock belongs to one `os.open`, so a forked child would keep it after its parent's death: the descriptor is
-closed in every child, and a child that goes on using the ring gets a RingError.
+They are open file description (OFD) locks, which belong to one `os.open`; a forked child would keep
+them after its parent's death. So every child closes the descriptor, and using a ring there is a
+RingError.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ def _request(kind: int, offset: int, length: int) -> bytes:
 
 
 class LockFile:
-    """One descriptor of meta.bin that holds this party's locks. `writable=False` can only ask, not lock."""
+    """One descriptor of meta.bin and the locks taken by it; `writable=False` can only ask."""
 
     def __init__(self, path: Path, *, writable: bool = True) -> None:
         self.fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         _open_files.add(self)
 
     def try_lock(self, offset: int, length: int = 1) -> bool:
-        return self._set(_request(fcntl.F_WRLCK, offset, length))
+        return self.apply(_request(fcntl.F_WRLCK, offset, length))
 
     def unlock(self, offset: int, length: int = 1) -> None:
-        self._set(_request(fcntl.F_UNLCK, offset, length))
+        self.apply(_request(fcntl.F_UNLCK, offset, length))
 
-    def _set(self, request: bytes) -> bool:
+    def apply(self, request: bytes) -> bool:
+        """Sets or clears a lock without waiting. False: somebody else holds it."""
         try:
             fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, request)
         except OSError as error:
@@ -55,7 +57,7 @@ class LockFile:
         return True
 
     def held_elsewhere(self, offset: int, length: int = 1) -> bool:
-        """Whether another open file holds a lock in this range. Takes nothing, needs no write permission."""
+        """Whether another open file holds a lock in this range. Takes nothing."""
         request = _request(fcntl.F_WRLCK, offset, length)
         try:
             answer = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, request)
@@ -88,50 +90,50 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Control:
-    """`with control:` holds CTRL, the one lock around every state change, against processes and threads.
+    """`with control:` holds CTRL, the one lock around every state change, and this process's mutex.
 
-    Waits for a stopped holder up to the ring's limit, then raises RingBusy that names it: nothing else is safe.
-    `waits` counts the holds that took longer than 10 ms to get.
+    Waits for a stopped holder up to the ring's limit, then raises RingBusy that names it: nothing
+    else is safe. `slow` is set by a wait of more than 10 ms. Not for signal handlers.
     """
 
-    def __init__(self, file: LockFile, meta: memoryview, party: int = 0) -> None:
+    def __init__(self, file: LockFile, meta: memoryview, party: int = -1) -> None:
         self._file, self._meta, self.party = file, meta, party
         self._mutex = threading.Lock()
         self._thread = 0
         self._take = _request(fcntl.F_WRLCK, CTRL_LOCK, 1)
         self._free = _request(fcntl.F_UNLCK, CTRL_LOCK, 1)
-        self.waits = 0
+        self.slow = False
 
     def __enter__(self) -> None:
-        # A KeyboardInterrupt at the first instruction of __exit__ leaves both locks held: the same thread takes over.
         if self._thread == threading.get_ident():
-            return
+            return  # a KeyboardInterrupt at the start of __exit__ left it held: go on from there
         self._mutex.acquire()
         try:
             self._thread = threading.get_ident()
-            if not self._file._set(self._take):
+            if not self._file.apply(self._take):
                 self._wait()
-            self._meta[CTRL_OWNER] = os.getpid() << 32 | self.party + 1
+            self._meta[CTRL_OWNER] = os.getpid() << 32 | self.party & 0xFFFF
         except BaseException:
             self.__exit__()
             raise
         crash_point("ctrl.locked")
 
     def _wait(self) -> None:
-        start = time.monotonic_ns()
+        start, limit_ns = time.monotonic_ns(), self._meta[CTRL_NS]
         tries = 0
-        while not self._file._set(self._take):
+        while not self._file.apply(self._take):
             time.sleep(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
             tries += 1
-            if time.monotonic_ns() - start > max(self._meta[CTRL_NS], _SLOW_NS):
+            if time.monotonic_ns() - start > limit_ns:
                 raise RingBusy(
-                    f"process {self._meta[CTRL_OWNER] >> 32} (party {(self._meta[CTRL_OWNER] & 255) - 1}) "
-                    f"holds the ring's lock for {self._meta[CTRL_NS] / 1e9:.0f} s: stopped? kill -KILL it"
+                    f"process {self._meta[CTRL_OWNER] >> 32} has held the ring's lock for "
+                    f"{limit_ns / 1e9:.0f} s; if it is stopped, kill -CONT or -KILL it"
                 )
-        self.waits += time.monotonic_ns() - start > _SLOW_NS
+        self.slow |= time.monotonic_ns() - start > _SLOW_NS
 
     def __exit__(self, *exc_info: object) -> None:
-        self._file._set(self._free)
+        if self._file.fd >= 0:
+            self._file.apply(self._free)
         self._thread = 0
         self._mutex.release()
         crash_point("ctrl.unlocked")

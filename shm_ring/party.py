@@ -12,20 +12,21 @@ import numpy as np
 from . import layout as at
 from . import protocol
 from .crash import crash_point
-from .errors import Poisoned, RingError, RingMissing, Stopped
+from .errors import Poisoned, RingError, Stopped
 from .layout import Field
 from .liveness import (
     IDLE,
-    JOINED,
+    WAITS_FREE,
+    WAITS_READY,
     join,
     leave,
-    read_record,
     reap_due,
     reap_pass,
+    waiting_parties,
 )
 from .locks import Control
 from .segment import Segment
-from .state import Token, count
+from .state import MAX_FAILURES, Token, count
 from .waiting import FIRST_WAIT_S, LONGEST_WAIT_S, Bells
 
 T = TypeVar("T")
@@ -62,7 +63,10 @@ class Lease:
 
 
 class Party:
-    """One process's place in a ring. Its methods may be called from any thread of the process."""
+    """One process's place in a ring. Its methods may be called from any thread of the process.
+
+    A wait has no time-out: it ends with what it waits for, by `stop()`, or with the ring.
+    """
 
     def __init__(
         self,
@@ -74,19 +78,19 @@ class Party:
         writable_data: bool,
     ) -> None:
         self.name = name
-        self._segment = Segment(Path(path), fields=fields, writable_data=writable_data)
+        self._segment = Segment(Path(path).absolute(), fields=fields, writable_data=writable_data)
         self._view, self._lock = self._segment.view, self._segment.lock
         self._control = Control(self._lock, self._view.meta)
+        self._notes: list[str] = []
         with self._control:
             self._segment.check_place()
             now = time.monotonic_ns()
             protocol.settle(self._view, now)
-            if reap_due(self._view.meta, now):
-                reap_pass(self._view, self._lock)
+            reap_pass(self._view, self._lock)
             self._record = join(self._view, self._lock, role, name, now)
-        self.id = self._control.party = self._record.index
-        self._bells = Bells(self._segment.header.ring_id, self.id)
-        self._left = False
+            self.id = self._control.party = self._record.index
+            self._bells = Bells(self._segment.header.ring_id, self.id)
+        self._checked_ns = now
 
     @property
     def fields(self) -> tuple[Field, ...]:
@@ -102,46 +106,58 @@ class Party:
 
     def _change(self, transition: Callable[[int], T]) -> T:
         """One transition, under CTRL, after what every holder of CTRL does first."""
-        now = time.monotonic_ns()
         with self._control:
+            now = time.monotonic_ns()
             protocol.settle(self._view, now)
             result = transition(now)
+            if self._notes or self._control.slow:
+                self._count_notes(now)
         self._record.beat(now)
         return result
 
+    def _count_notes(self, now: int) -> None:
+        if self._control.slow:
+            self._notes.append("slow_ctrl")
+            self._control.slow = False
+        while self._notes:
+            count(self._view, self._notes.pop(), now)
+
     def beat(self) -> None:
-        """A sign of life from inside long work; also reaps the dead when that is due."""
+        """A sign of life from inside long work. Four times a second it also looks after the ring.
+
+        Raises RingMissing when the directory was removed or replaced.
+        """
         if self._lock.fd < 0:
             raise RingError(
                 "this ring was left, or this process was forked from one of its parties"
             )
         now = time.monotonic_ns()
         self._record.beat(now)
-        if not reap_due(self._view.meta, now) or not self._lock.try_lock(at.REAPER_LOCK):
+        if now - self._checked_ns > self._view.meta[at.REAP_NS]:
+            self._checked_ns = now
+            self._segment.check_place()
+        if reap_due(self._view.meta, now):
+            self._reap()
+
+    def _reap(self) -> None:
+        """By one party at a time; who does not get the lock leaves it to who has it."""
+        if not self._lock.try_lock(at.REAPER_LOCK):
             return
         try:
-            self._segment.check_place()
             if self._change(lambda _: reap_pass(self._view, self._lock, self.id)):
-                self._wake_all()
+                self._wake()
         finally:
             self._lock.unlock(at.REAPER_LOCK)
 
-    def _wake(self, kind: int) -> None:
-        """Rings the parties that wait for this kind of change."""
-        crash_point("publish.hint")
-        for index in range(at.MAX_PARTIES):
-            record = read_record(self._view.meta, index)
-            if record.state == JOINED and record.waiting == kind:
-                self._bells.ring(index)
-
-    def _wake_all(self) -> None:
-        for index in range(at.MAX_PARTIES):
-            record = read_record(self._view.meta, index)
-            if record.state == JOINED and record.waiting != IDLE:
+    def _wake(self, *kinds: int) -> None:
+        """Rings the parties that wait for one of these; for anything, without one."""
+        crash_point("wake.hint")
+        for index in waiting_parties(self._view.meta, kinds or (WAITS_FREE, WAITS_READY)):
+            if index != self.id:
                 self._bells.ring(index)
 
     def _wait(self, attempt: Callable[[], T | None], kind: int, stop: Stop) -> T:
-        """Repeats `attempt` until it gives something. A bell wakes at once, a timer within 0.25 s."""
+        """Repeats `attempt` until it gives something: at a bell, or after 0.01 to 0.25 s."""
         found = attempt()
         if found is not None:
             return found
@@ -158,33 +174,25 @@ class Party:
                 pause = FIRST_WAIT_S if woken else min(2 * pause, LONGEST_WAIT_S)
         finally:
             self._record.set_waiting(IDLE)
+        if not woken:
+            self._notes.append("late_wakeup")
         return found
 
     def _raise_if_poisoned(self) -> None:
         found = protocol.poisoned(self._view)
         if found is not None:
             seq, reason = found
-            raise Poisoned(
-                f"slot {seq} of the plan failed {protocol.MAX_FAILURES} times, at last: {reason}",
-                seq,
-            )
+            raise Poisoned(f"seq {seq} failed {MAX_FAILURES} times, at last because {reason}", seq)
 
     def leave(self) -> None:
         """Lets go of all leases, whose copies must have ended, and of the place. Idempotent."""
-        if self._left or self._lock.fd < 0:
+        if self._lock.fd < 0:
             return
-        self._left = True
-        try:
-            self._change(self._leave)
-            self._wake_all()
-        except RingMissing:
-            pass  # removed under us: nothing to let go of
+        self._change(self._leave)
+        self._wake()
         self._bells.close()
         self._lock.close()
 
     def _leave(self, now: int) -> None:
         protocol.release_party(self._view, self.id, now)
         leave(self._view, self._lock, self._record, now)
-
-    def _count(self, name: str) -> Callable[[int], None]:
-        return lambda now: count(self._view, name, now)

@@ -21,16 +21,22 @@ from collections.abc import Collection, Sequence
 
 from . import layout as at
 from .crash import crash_point
-from .errors import StaleLease
+from .errors import RingError, StaleLease
 from .state import (
+    ABORTED,
+    BAD_SUM,
     CONSUMED,
+    DIED_READING,
+    DIED_WRITING,
     EMPTY,
     FREE,
+    MAX_FAILURES,
     NOBODY,
     POISON,
     QUARANTINE,
     READING,
     READY,
+    REASONS,
     REDO,
     STATE_NAMES,
     VOIDED_BY_REWIND,
@@ -47,16 +53,6 @@ from .state import (
     state_of,
 )
 
-MAX_FAILURES = 3
-REASONS = (
-    "",
-    "its target worker died",
-    "its target worker gave up",
-    "wrong sums",
-    "its reader died",
-)
-DIED_WRITING, ABORTED, BAD_SUM, DIED_READING = range(1, 5)
-
 
 def _commit(view: View, slot: int, state: int, owner: int, now: int) -> None:
     words = view.slots[slot]
@@ -64,7 +60,7 @@ def _commit(view: View, slot: int, state: int, owner: int, now: int) -> None:
     words[at.WORD] = pack_word(state, owner, generation_of(words[at.WORD]))
 
 
-# ---------------------------------------------------------------- what every holder of CTRL does first
+# ---------------------------------------------------------------- every holder of CTRL, first
 
 
 def settle(view: View, now: int) -> None:
@@ -77,10 +73,16 @@ def settle(view: View, now: int) -> None:
 
 
 def derive(view: View) -> None:
-    """head = 1 + the highest seq in a slot of this epoch, if that is more; tail = the lowest such seq, else head."""
+    """head = 1 + the highest seq in a slot of this epoch, if more; tail = the lowest, else head."""
     meta = view.meta
-    head = meta[at.HEAD]
-    mine = [words[at.SEQ] for words in view.slots if is_mine(view, words)]
+    head, epoch = meta[at.HEAD], meta[at.EPOCH]
+    mine = [  # is_mine, without 64 calls
+        words[at.SEQ]
+        for words in view.slots
+        if words[at.SLOT_EPOCH] == epoch and words[at.WORD] & 0xFFFF not in FREE
+    ]
+    if len(set(mine)) != len(mine):
+        raise RingError(f"the ring is damaged: two slots hold one seq, among {sorted(mine)}")
     if mine and max(mine) >= head:
         head = max(mine) + 1
         meta[at.HEAD] = head
@@ -92,7 +94,7 @@ def derive(view: View) -> None:
 
 
 def finish_rewind(view: View, now: int) -> None:
-    """The model's FINISH: any holder of CTRL repeats it from the start until `settled` is stored."""
+    """Any holder of CTRL repeats it until `settled` is stored. The model's FINISH."""
     meta = view.meta
     for slot, words in enumerate(view.slots):
         state = state_of(words[at.WORD])
@@ -115,14 +117,15 @@ def finish_rewind(view: View, now: int) -> None:
 
 
 def fail(view: View, slot: int, reason: int, now: int, otherwise: int = REDO) -> int:
-    """One more failure of the slot's seq: POISON at the third, else `otherwise`. Returns the new state.
+    """One more failure of the slot's seq: POISON at the third, else `otherwise`. The new state.
 
-    A failure is stored with (generation, delivery) of the try that failed: repeating after a death counts once.
+    It is stored with (generation, delivery) of the try that failed: whoever repeats this after a
+    death counts it once.
     """
     words = view.slots[slot]
     old = words[at.FAILURES]
     attempt = (generation_of(words[at.WORD]) & 0xFFFF) | (words[at.DELIVERIES] & 0xFFFF) << 16
-    failures = (old & 0xFFFF) + (old == 0 or old >> 32 != attempt)
+    failures = min(0xFFFF, (old & 0xFFFF) + (old == 0 or old >> 32 != attempt))
     words[at.FAILURES] = failures | reason << 16 | attempt << 32
     crash_point("fail.count")
     state = POISON if failures >= MAX_FAILURES else otherwise
@@ -145,7 +148,8 @@ def poisoned(view: View) -> tuple[int, str] | None:
 # ---------------------------------------------------------------- the producer
 
 
-def _lowest_redo(view: View) -> int | None:
+def lowest_redo(view: View) -> int | None:
+    """The model's ISREDO, lowest seq first."""
     best = None
     for slot, words in enumerate(view.slots):
         redo = words[at.WORD] & 0xFFFF == REDO and is_mine(view, words)
@@ -170,17 +174,11 @@ def is_over(view: View) -> bool:
     return view.meta[at.CLOSED] == 1 and view.meta[at.TAIL] >= view.meta[at.END_SEQ]
 
 
-def can_claim(view: View) -> bool:
-    if _lowest_redo(view) is not None:
-        return True
-    return view.meta[at.HEAD] < view.meta[at.END_SEQ] and _free_slot(view) is not None
-
-
 def claim(view: View, party: int, now: int) -> Token | None:
-    """T1: the lowest REDO seq, else the next fresh seq in a free slot; None when there is neither."""
+    """T1: the lowest REDO seq, else the next fresh seq in a free slot, else None."""
     meta = view.meta
     epoch = meta[at.EPOCH]
-    slot = _lowest_redo(view)
+    slot = lowest_redo(view)
     fresh = slot is None
     if slot is None:
         slot = _free_slot(view)
@@ -227,7 +225,7 @@ def _refused(view: View, token: Token, now: int) -> bool:
 
 
 def publish(view: View, token: Token, total_tok: int, sums: Sequence[int] | None, now: int) -> bool:
-    """T2, after the copy's own event. `sums`: one a field, mod 2**64; None: not verified. False: refused."""
+    """T2, after the copy's own event. `sums`: one a field, mod 2**64, or None. False: refused."""
     words = _expect(view, token, WRITING, now)
     if _refused(view, token, now):
         return False
@@ -279,7 +277,7 @@ def seal_fits(view: View, words: memoryview) -> bool:
 
 
 def take(view: View, seq: int, party: int, now: int) -> Token | None:
-    """T4: None while the seq is not READY. A seal that does not fit counts as a failure of the seq."""
+    """T4: None while the seq is not READY. A seal that does not fit is a failure of the seq."""
     slot = wanted(view, seq)
     if slot is None:
         return None
@@ -288,7 +286,7 @@ def take(view: View, seq: int, party: int, now: int) -> Token | None:
         fail(view, slot, BAD_SUM, now)
         count(view, "bad_seal", now)
         return None
-    words[at.DELIVERIES] += 1
+    words[at.DELIVERIES] = words[at.DELIVERIES] + 1 & 0xFFFFFFFF
     words[at.TAKEN_NS] = now
     crash_point("take.count")
     _commit(view, slot, READING, party, now)
@@ -297,7 +295,7 @@ def take(view: View, seq: int, party: int, now: int) -> Token | None:
 
 
 def done(view: View, token: Token, now: int) -> bool:
-    """T5, after the copy off the slot has ended. False: refused, an old epoch; the slot is released."""
+    """T5, after the copy off the slot. False: refused, an old epoch; the slot is released."""
     _expect(view, token, READING, now)
     if _refused(view, token, now):
         return False
@@ -320,7 +318,7 @@ def give_back(view: View, token: Token, now: int) -> bool:
 
 
 def reject(view: View, token: Token, now: int) -> bool:
-    """The sums of a taken slot are wrong: REDO, or POISON at the third failure. False as in `done`."""
+    """The sums of a taken slot are wrong: REDO, or POISON. False as in `done`."""
     _expect(view, token, READING, now)
     if _refused(view, token, now):
         return False
@@ -354,15 +352,16 @@ def rewind(view: View, base: int, now: int) -> int:
     return int(meta[at.EPOCH])
 
 
-# ---------------------------------------------------------------- the reaper, and a party that leaves
+# ---------------------------------------------------------------- the reaper; a party that leaves
 
 
 def reap(view: View, dead: Collection[int], now: int) -> int:
-    """R1-R4 on every slot. `dead`: parties proved dead by the kernel. Returns the number of slots changed."""
+    """R1-R4 on every slot. `dead`: parties proved dead by the kernel. How many slots changed."""
     return sum(reap_one(view, slot, dead, now) for slot in range(len(view.slots)))
 
 
 def reap_one(view: View, slot: int, dead: Collection[int], now: int) -> bool:
+    """The model's REAPONE, for one slot. False: nothing to do."""
     words = view.slots[slot]
     word = words[at.WORD]
     state, dead_owner = state_of(word), owner_of(word) in dead
@@ -384,8 +383,10 @@ def reap_one(view: View, slot: int, dead: Collection[int], now: int) -> bool:
 
 
 def _quarantine_over(view: View, words: memoryview, now: int) -> bool:
-    start = words[at.CHANGED_NS]  # a damaged deadline must not hold the slot for ever
-    return now >= min(words[at.DEADLINE_NS], start + view.meta[at.QUARANTINE_NS])
+    longest = now + view.meta[at.QUARANTINE_NS]
+    if words[at.DEADLINE_NS] > longest:  # damaged: must not hold the slot for ever
+        words[at.DEADLINE_NS] = longest
+    return bool(now >= words[at.DEADLINE_NS])
 
 
 def _let_go(view: View, slot: int, reason: int, now: int, otherwise: int = REDO) -> None:
@@ -396,7 +397,7 @@ def _let_go(view: View, slot: int, reason: int, now: int, otherwise: int = REDO)
 
 
 def release_party(view: View, party: int, now: int) -> None:
-    """A party that leaves lets go of all it owns; its copies have ended."""
+    """A party that leaves lets go of all that it owns; its copies have ended."""
     for slot, words in enumerate(view.slots):
         word = words[at.WORD]
         if owner_of(word) != party:

@@ -14,7 +14,7 @@ reader.done(lease)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import layout as at
@@ -84,7 +84,7 @@ class RingWriter(Party):
         if "total_tok" in self._segment.fields:
             lease.array("total_tok")[()] = total_tok
         if sums is None and self.verify:
-            sums = self._sums(lease, total_tok)
+            sums = slot_sums(lease, self.fields, total_tok, self.beat)
         done = self._change(
             lambda now: protocol.publish(self._view, lease.token, total_tok, sums, now)
         )
@@ -93,13 +93,10 @@ class RingWriter(Party):
         self._wake(WAITS_READY if done else WAITS_FREE)
         return done
 
-    def _sums(self, lease: Lease, total_tok: int) -> list[int]:
-        return slot_sums(lease, self.fields, total_tok, self)
-
     def abort(self, lease: WriteLease) -> bool:
-        """Lets go of a slot that could not be filled; its copy must have ended. The seq is redone."""
+        """Lets go of a slot that cannot be filled; its copy must have ended. The seq is redone."""
         done = self._change(lambda now: protocol.abort(self._view, lease.token, now))
-        self._wake_all()
+        self._wake()
         return done
 
 
@@ -123,7 +120,7 @@ class RingReader(Party):
         if not 0 <= base_seq <= self.end_seq:
             raise RingError(f"cannot rewind to {base_seq}: the run has {self.end_seq} slots")
         self.epoch = self._change(lambda now: protocol.rewind(self._view, base_seq, now))
-        self._wake_all()
+        self._wake()
         return self.epoch
 
     def follow(self, epoch: int) -> None:
@@ -156,7 +153,7 @@ class RingReader(Party):
         return token
 
     def _sums_fit(self, lease: ReadLease) -> bool:
-        return list(lease.sums) == slot_sums(lease, self.fields, lease.total_tok, self)
+        return list(lease.sums) == slot_sums(lease, self.fields, lease.total_tok, self.beat)
 
     def done(self, lease: ReadLease) -> bool:
         """Acknowledges; the copy off the slot must have ended. False: rewound since; slot freed."""
@@ -169,13 +166,13 @@ class RingReader(Party):
     def give_back(self, lease: ReadLease) -> bool:
         """Lets go unused: the slot is READY again."""
         done = self._change(lambda now: protocol.give_back(self._view, lease.token, now))
-        self._wake_all()
+        self._wake()
         return done
 
     def reject(self, lease: ReadLease) -> bool:
         """The data is not what the seal says: the seq is made again."""
         done = self._change(lambda now: protocol.reject(self._view, lease.token, now))
-        self._wake_all()
+        self._wake()
         return done
 
     def close_run(self) -> None:
@@ -183,12 +180,13 @@ class RingReader(Party):
         epoch = self.epoch
         if epoch is None or not self._change(lambda _: protocol.close(self._view, epoch)):
             raise StaleLease("the ring was rewound by another trainer: it is not ours to close")
-        self._wake_all()
+        self._wake()
 
 
-def slot_sums(lease: Lease, fields: tuple[Field, ...], total_tok: int, party: Party) -> list[int]:
+def slot_sums(
+    lease: Lease, fields: Sequence[Field], total_tok: int, tick: Callable[[], None]
+) -> list[int]:
     """One sum a field, over its valid prefix."""
     return [
-        prefix_sum(lease.buffer(field.name), field.valid_bytes(total_tok), party.beat)
-        for field in fields
+        prefix_sum(lease.buffer(field.name), field.valid_bytes(total_tok), tick) for field in fields
     ]

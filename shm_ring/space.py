@@ -15,7 +15,7 @@ _SPARE_FILES = 64
 
 
 def free_bytes(path: Path | str) -> tuple[int, int | None]:
-    """(free bytes of the file system that holds `path`, headroom of the cgroup or None: no limit)."""
+    """(free bytes of the file system of `path`, headroom of the cgroup or None: no limit)."""
     directory = Path(path)
     while not directory.is_dir():
         directory = directory.parent
@@ -24,7 +24,7 @@ def free_bytes(path: Path | str) -> tuple[int, int | None]:
 
 
 def cgroup_headroom() -> int | None:
-    """Smallest limit - usage from this process's memory cgroup up to the root; page cache is free."""
+    """The least limit - usage from this process's cgroup up to the root; page cache is free."""
     found = [
         limit - used
         for directory, names in _memory_cgroups()
@@ -91,13 +91,11 @@ def _gib(size: int) -> str:
 
 
 def require_files(count: int) -> None:
-    """Raises the soft limit of open files for `count` more; RingError when the hard one is lower."""
+    """Raises the soft limit of open files for `count` more; RingError: the hard one is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = len(os.listdir("/proc/self/fd")) + count + _SPARE_FILES  # noqa: PTH208
     if soft == resource.RLIM_INFINITY or need <= soft:
         return
     if hard != resource.RLIM_INFINITY and need > hard:
-        raise RingError(
-            f"this ring needs {need} open files, the limit is {hard}: ulimit -n {need}, or fewer slots"
-        )
+        raise RingError(f"this ring needs {need} open files, the limit is {hard}: raise ulimit -n")
     resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))

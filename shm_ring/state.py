@@ -31,6 +31,12 @@ FREE = frozenset((EMPTY, CONSUMED))
 OWNED = frozenset((WRITING, QUARANTINE, READING))
 VOIDED_BY_REWIND = frozenset((READY, CONSUMED, REDO, POISON))
 NOBODY = 0xFFFF
+U64 = 2**64 - 1
+
+MAX_FAILURES = 3
+"""Of one seq, in one epoch; then POISON."""
+REASONS = ("", "its writer died", "its writer gave it up", "wrong sums", "its reader died")
+DIED_WRITING, ABORTED, BAD_SUM, DIED_READING = range(1, 5)
 
 # Flow and anomalies, in the order of meta.bin; new ones go to the end.
 COUNTERS = (
@@ -54,7 +60,6 @@ COUNTERS = (
     "stale_lease",
     "slow_ctrl",
     "late_wakeup",
-    "empty_wakeup",
 )
 _COUNTER = {name: at.COUNTER_AT + i * at.COUNTER_WORDS for i, name in enumerate(COUNTERS)}
 
@@ -111,7 +116,7 @@ def count(view: View, name: str, now: int) -> None:
     if view.meta[index] == 0:
         view.meta[index + 1] = now
     view.meta[index + 2] = now
-    view.meta[index] += 1
+    view.meta[index] = view.meta[index] + 1 & U64
 
 
 def counters(meta: memoryview) -> dict[str, tuple[int, int, int]]:
@@ -133,12 +138,13 @@ def note_occupancy(view: View, now: int) -> None:
     since = meta[at.OCCUPANCY_NOTED]
     if 0 < since < now:
         ready = sum([words[at.WORD] & 0xFFFF == READY for words in view.slots])
-        meta[at.OCCUPANCY + occupancy_bucket(ready, len(view.slots))] += now - since
+        index = at.OCCUPANCY + occupancy_bucket(ready, len(view.slots))
+        meta[index] = meta[index] + now - since & U64
     meta[at.OCCUPANCY_NOTED] = now
 
 
 def check(view: View) -> None:
-    """What is read from shared memory is checked before it is used. Raises RingError: which word."""
+    """All that is read from shared memory, before it is used. Raises RingError: which word."""
     _check_meta(view)
     for slot, words in enumerate(view.slots):
         word = words[at.WORD]
@@ -156,7 +162,7 @@ def _check_meta(view: View) -> None:
     meta = view.meta
     head, end, base = meta[at.HEAD], meta[at.END_SEQ], meta[at.BASE_SEQ]
     epoch, settled = meta[at.EPOCH], meta[at.SETTLED]
-    if not 1 <= settled <= epoch <= settled + 1:
+    if not 1 <= settled <= epoch <= settled + 1 < 2**62:
         raise RingError(f"meta.bin is damaged: epoch {epoch}, settled {settled}")
     if not base <= end < 2**62 or meta[at.CLOSED] > 1:
         raise RingError(f"meta.bin is damaged: base {base}, end {end}, closed {meta[at.CLOSED]}")
@@ -171,7 +177,7 @@ def _check_seq(view: View, slot: int, seq: int, slot_epoch: int) -> None:
     meta = view.meta
     epoch = meta[at.EPOCH]
     now_counted = slot_epoch == epoch == meta[at.SETTLED]
-    if slot_epoch > epoch or (now_counted and not seq <= meta[at.HEAD] < meta[at.END_SEQ] + 1):
+    if slot_epoch > epoch or (now_counted and seq > meta[at.HEAD]):
         raise RingError(
             f"slot_{slot:04d}/ready.bin is damaged: seq {seq} of epoch {slot_epoch}, "
             f"while the ring is at {meta[at.HEAD]} of epoch {epoch}"

@@ -34,16 +34,15 @@ class Bells:
     def __init__(self, ring_id: int, me: int) -> None:
         self._ring_id = ring_id
         self._known: dict[int, posix_ipc.Semaphore] = {}
-        self._own = self._open(me)
+        self._own = self._open(me, posix_ipc.O_CREAT)
         self._drain()
 
-    def _open(self, party: int) -> posix_ipc.Semaphore | None:
-        """None where the system has no room or right for it: then waits are timed only."""
+    def _open(self, party: int, flags: int = 0) -> posix_ipc.Semaphore | None:
+        """None where it is missing, or where the system has no room or right for it."""
         if party not in self._known:
+            name = semaphore_name(self._ring_id, party)
             try:
-                self._known[party] = posix_ipc.Semaphore(
-                    semaphore_name(self._ring_id, party), posix_ipc.O_CREAT, mode=0o600
-                )
+                self._known[party] = posix_ipc.Semaphore(name, flags, mode=0o600)
             except (OSError, posix_ipc.Error):
                 return None
         return self._known[party]
