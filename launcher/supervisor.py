@@ -212,11 +212,14 @@ class Supervisor:
         return failure.code
 
     def _report(self, child: Child, how: str) -> None:
-        """The failing side: its own one-line errors, or else the end of its log."""
+        """The failing side, by name: a user's mistake in its own line, else the end of its log."""
+        if child.exit_code == codes.USER_ERROR and child.errors:
+            for line in child.errors:
+                self._screen.error(f"{child.name}: {line}")
+            return
         self._screen.error(f"{child.name} {how}; its log is {child.program.log}")
-        lines = child.errors or [f"  | {line}" for line in child.last_lines(LAST_LINES)]
-        for line in lines:
-            self._screen.error(line)
+        for line in child.last_lines(LAST_LINES):
+            self._screen.error(f"  | {line}")
 
     def _end_trainer(self) -> None:
         """SIGTERM, and time to save. Killed after supervise.stop_s or at the second signal."""
