@@ -17,6 +17,7 @@ killed save leaves has another name or no valid COMPLETE, and the next save swee
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -181,6 +182,12 @@ def find_checkpoint(path: str | Path) -> Path:
     if newest is None:
         raise ConfigError(f"{path}: no complete checkpoint here (a run, or its checkpoints/step_*)")
     return newest
+
+
+def weights_digest(path: Path) -> str:
+    """Of the weights in a checkpoint or an export: which drafter a measurement belongs to."""
+    with (path / "model.safetensors").open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def _meta(checkpoint: Checkpoint) -> dict[str, Any]:
