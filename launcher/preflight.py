@@ -18,6 +18,7 @@ from dflash.prepare import Prepared
 from shm_ring import Field, RingError, free_bytes, ring_bytes, snapshot
 
 from .gpus import Gpu, Need, drafter_need, list_gpus, target_need
+from .rings import LIVING
 from .screen import size
 from .slot import slot_fields
 
@@ -123,7 +124,10 @@ class Facts:
         slots = (free - ring_bytes(self.fields, 0)) // self.slot_bytes
         if slots >= fewest:
             return f"set ring.slots to at most {slots}"
-        share = max(free - ring_bytes(self.fields, 0), 0) / (fewest * self.slot_bytes)
+        # Whatever its length, each file of a slot may take one page more than its bytes.
+        pages = 4096 * (len(self.fields) + 1)
+        room = (free - ring_bytes(self.fields, 0)) / fewest - pages
+        share = max(room, 0) / self.slot_bytes
         tokens = int(ring.max_tokens * share) // 16 * 16
         return f"set ring.slots={fewest} and ring.max_tokens to at most {tokens}"
 
@@ -153,7 +157,8 @@ class Facts:
         fixed = sum(need.total for _, need in needs) - grows
         if fixed >= gpu.total_bytes:
             return "the weights alone don't fit: another GPU, or a smaller target or drafter"
-        tokens = int(self.config.ring.max_tokens * (gpu.total_bytes - fixed) / grows) // 16 * 16
+        share = 0.98 * (gpu.total_bytes - fixed) / grows
+        tokens = int(self.config.ring.max_tokens * share) // 16 * 16
         return f"set ring.max_tokens to at most {tokens}"
 
 
@@ -207,6 +212,6 @@ def _ring_there(path: Path) -> int:
         view = snapshot(path)
     except RingError:
         return 0
-    if any(party.status in ("alive", "suspect") for party in view.parties):
+    if view.owner_alive or any(party.status in LIVING for party in view.parties):
         return 0
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
