@@ -1,0 +1,163 @@
+"""Small rings for tests, and the processes that run on them.
+
+python tests/unit/rings.py write|read|hold PATH NAME ...     what `spawn` starts
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import shm_ring
+from shm_ring import Field, RingReader, RingWriter, create, hidden_state_fields
+from shm_ring import layout as at
+from shm_ring.state import EMPTY, NOBODY, View, pack_word
+
+T, D = 32, 4
+FIELDS = hidden_state_fields(
+    max_tokens=T, max_docs=D, taps_width=6, hidden=2, dtype="bf16", vlh=True
+)
+QUARANTINE_S = 0.05
+
+
+def new_path() -> Path:
+    return Path("/dev/shm") / f"ring_test_{os.getpid()}_{secrets.token_hex(4)}"
+
+
+def new_ring(path: Path, slots: int = 4, end_seq: int = 1000, run_name: str = "test") -> Path:
+    create(path, FIELDS, slots, end_seq=end_seq, run_name=run_name, quarantine_s=QUARANTINE_S)
+    return path
+
+
+def memory_view(slots: int, end_seq: int, *, quarantine_ns: int = 50) -> View:
+    """The words of a fresh ring in plain memory, for the pure core."""
+    meta = at.words(bytearray(at.META_BYTES))
+    meta[at.SLOT_COUNT], meta[at.EPOCH], meta[at.SETTLED] = slots, 1, 1
+    meta[at.END_SEQ], meta[at.QUARANTINE_NS] = end_seq, quarantine_ns
+    pages = [at.words(bytearray(at.READY_BYTES)) for _ in range(slots)]
+    for page in pages:
+        page[at.WORD] = pack_word(EMPTY, NOBODY, 0)
+    return View(meta, pages, max_tokens=T)
+
+
+def payload(epoch: int, seq: int, field: Field) -> np.ndarray:
+    """Bytes that no other (epoch, seq, field, offset) has: a torn or stale read shows."""
+    start = (epoch * 1_000_003 + seq * 7919 + sum(field.name.encode())) % 251
+    return ((np.arange(field.nbytes, dtype=np.uint64) * 31 + start) % 251).astype(np.uint8)
+
+
+def fill(lease: shm_ring.WriteLease) -> int:
+    """Every field but total_tok; returns the tokens of this seq."""
+    for field in FIELDS:
+        if field.name != "total_tok":
+            whole = np.frombuffer(lease.buffer(field.name), np.uint8)
+            whole[:] = payload(lease.epoch, lease.seq, field)
+    return tokens(lease.seq)
+
+
+def tokens(seq: int) -> int:
+    return 1 + seq * 5 % T
+
+
+def holds_payload(lease: shm_ring.ReadLease) -> bool:
+    valid = [(field, field.valid_bytes(lease.total_tok)) for field in FIELDS]
+    return lease.total_tok == tokens(lease.seq) and all(
+        (
+            np.frombuffer(lease.buffer(field.name), np.uint8)[:size]
+            == payload(lease.epoch, lease.seq, field)[:size]
+        ).all()
+        for field, size in valid
+        if field.name != "total_tok"
+    )
+
+
+def spawn(*argv: object, crash: str = "") -> subprocess.Popen[str]:
+    """A process that runs `main` below; `crash` is its crash point. Kill it when the test ends."""
+    root = Path(__file__).resolve().parents[2]
+    env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "DFLASH_RING_CRASH": crash}
+    return subprocess.Popen(
+        [sys.executable, __file__, *map(str, argv)], env=env, stdout=subprocess.PIPE, text=True
+    )
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def hear(process: subprocess.Popen[str]) -> list[str]:
+    """The words of its next line; [] at its end."""
+    assert process.stdout is not None
+    return process.stdout.readline().split()
+
+
+def until(fact: Callable[[], bool], limit_s: float = 20.0) -> None:
+    """Waits for something that another process does. A limit so that a failure ends."""
+    deadline = time.monotonic() + limit_s
+    while not fact():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def write(path: str, name: str) -> None:
+    """Fills slots until the run is over."""
+    writer = RingWriter(path, name, fields=FIELDS)
+    while (lease := writer.claim()) is not None:
+        say("claimed", lease.seq)
+        writer.publish(lease, total_tok=fill(lease))
+    writer.leave()
+
+
+def hold(path: str, name: str, seq: str) -> None:
+    """Claims up to `seq`, publishes what is before it, and keeps that one half written."""
+    writer = RingWriter(path, name, fields=FIELDS)
+    while (lease := writer.claim()) is not None:
+        if lease.seq == int(seq):
+            np.frombuffer(lease.buffer("all"), np.uint8)[:100] = 255
+            say("holds", lease.slot)
+            sys.stdin.read()
+        writer.publish(lease, total_tok=fill(lease))
+
+
+def read(path: str, name: str, epoch: str, first: str, step: str, count: str) -> None:
+    """Takes first, first + step, ...; "held" says that a lease is held."""
+    reader = RingReader(path, name, fields=FIELDS)
+    reader.follow(int(epoch))
+    for seq in range(int(first), int(first) + int(step) * int(count), int(step)):
+        lease = reader.take(seq)
+        assert holds_payload(lease)
+        say("took", seq)
+        reader.done(lease)
+    reader.leave()
+
+
+def keep(path: str, name: str, epoch: str, seq: str) -> None:
+    """Takes one seq and keeps it."""
+    reader = RingReader(path, name, fields=FIELDS)
+    reader.follow(int(epoch))
+    reader.take(int(seq))
+    say("keeps", seq)
+    sys.stdin.read()
+
+
+def own(path: str, run_name: str) -> None:
+    """Creates the ring and stays."""
+    try:
+        new_ring(Path(path), run_name=run_name)
+    except shm_ring.RingBusy as error:
+        say("busy", error)
+        return
+    say("created", run_name)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    {"write": write, "hold": hold, "read": read, "keep": keep, "own": own}[sys.argv[1]](
+        *sys.argv[2:]
+    )
