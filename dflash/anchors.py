@@ -63,11 +63,12 @@ def hash_keys(
     everywhere.
     """
     assert num_tokens <= 1 << POSITION_BITS
+    stream = torch.zeros((), dtype=torch.int64, device=device)
+    for word in (seed, seq, pass_idx):
+        stream = _mix(stream + word)
     position_T = torch.arange(num_tokens, device=device)
-    key_T = torch.zeros_like(position_T)
-    for word in (seed, seq, pass_idx, position_T):
-        key_T = _mix(key_T + word)
-    return (key_T & ~(-1 << 63) & (-1 << POSITION_BITS)) | position_T
+    random_T = _mix(stream + position_T)
+    return (random_T & ((1 << 63) - (1 << POSITION_BITS))) | position_T
 
 
 def _mix(x: Tensor) -> Tensor:

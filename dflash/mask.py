@@ -9,9 +9,9 @@ anchor is a:
     block row   iff  same block     and  (bidirectional layer or its offset <= o)
 
 The anchor's own target state is not visible (t < a, strictly): when the drafter runs for real, it
-does not exist yet. Invalid blocks see only themselves, so no row is ever fully masked (that would
-be NaN). Masks depend on the layer only through its kind (window, causal) and are shared by the
-layers of one kind.
+does not exist yet. Invalid blocks see only themselves, so no row is ever fully masked (that is NaN
+in a plain softmax). Masks depend on the layer only through its kind (window, causal) and are shared
+by the layers of one kind.
 
 `dense_masks` is the plain form. `grouped_masks` is the same attention on a CPU, where a dense mask
 wastes 9/10 of the work: anchors are sorted, so a run of blocks reads one short stretch of context.

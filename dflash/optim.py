@@ -21,9 +21,10 @@ def learning_rate(step: int, *, total: int, peak: float, warmup: float) -> float
     """Of optimizer step number `step` (from 0): linear to `peak` over a `warmup` share of `total`,
     then cosine to 0."""
     ramp = max(1, round(warmup * total))
+    assert 0 <= step <= total
     if step < ramp:
         return peak * (step + 1) / ramp
-    progress = min(1.0, (step - ramp + 1) / max(1, total - ramp))
+    progress = (step + 1 - ramp) / max(1, total + 1 - ramp)
     return peak * 0.5 * (1 + math.cos(math.pi * progress))
 
 

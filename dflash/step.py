@@ -8,9 +8,12 @@ anchors -> labels -> masks -> forward -> loss -> backward -> clip -> AdamW -> me
 
 No host sync and no data-dependent shape inside: what changes from step to step (seed, seq, pass,
 learning rate) are 0-d tensors that `set_inputs` fills, and everything random is a function of them.
-Rows at and beyond total_tok are stale: they may hold any bits. `documents` gives them document -1,
-so that no anchor, label or mask names one, and their features are *selected* to zero before `fc` (a
-masked NaN would still reach the loss: 0 * NaN).
+(On a CPU, where reading a tensor costs nothing, the attention does follow the data: grouped_masks.)
+
+Rows from total_tok on are stale: they may hold any bits, NaN too, and masking is not enough, since
+0 * NaN is NaN in the backward of `fc` and of attention. So everything that such a row reaches is
+*selected*: `documents` gives it document -1, which keeps it from every anchor, label and mask;
+features and positions are zeroed before use; gathers of masked slots point at row 0.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from torch import Tensor
 from . import anchors as A
 from .arch import DrafterArch
 from .config import Config
-from .loss import decay_weights, dpace_weights, head_loss, weighted_mean
+from .loss import decay_weights, dpace_weights, head_loss, head_loss_full, weighted_mean
 from .mask import Kind, Mask, dense_masks, grouped_masks
 from .metrics import Metrics, count_correct
 from .model import DFlashDrafter, FrozenEnds, layer_kinds
@@ -62,6 +65,8 @@ class TrainState:
     """int64 [3]: seed, seq, pass of the step about to run."""
     step: int = 0
     """Optimizer steps taken."""
+    plain: bool = False
+    """Dense masks and all logits at once: the obvious way, to compare with."""
 
     @classmethod
     def create(
@@ -137,8 +142,9 @@ def forward_loss(state: TrainState, batch: Batch) -> tuple[Tensor, dict[str, Ten
     ids_Q, pos_Q = A.block_inputs(anchors, batch.ids_T, batch.pos_T, block, arch.mask_token_id)
 
     feat_TF = torch.where((doc_T >= 0)[:, None], batch.all_TF, 0).to(drafter.fc.weight.dtype)
-    ctx_kv = drafter.context_kv(drafter.context(feat_TF), batch.pos_T)
-    masks = _masks(batch.lens_D, doc_T, anchors, drafter)
+    pos_T = torch.where(doc_T >= 0, batch.pos_T, 0)
+    ctx_kv = drafter.context_kv(drafter.context(feat_TF), pos_T)
+    masks = _masks(state, batch.lens_D, doc_T, anchors)
     hidden_QH = drafter(ends.embed(ids_Q), pos_Q, ctx_kv, masks)
 
     hidden_RH = hidden_QH.unflatten(0, (-1, block))[:, 1:].flatten(0, 1)
@@ -148,7 +154,9 @@ def forward_loss(state: TrainState, batch: Batch) -> tuple[Tensor, dict[str, Ten
         # The target's distribution of token a+k stands at a+k-1. Masked slots read row 0, which is
         # never stale.
         teacher_RH = batch.vlh_TH[(at_AJ - 1).clamp_min(0).flatten()].to(ends.head_VH.dtype)
-    rows = head_loss(hidden_RH, ends.head_VH, label_AJ.flatten(), teacher_RH, ends.logit_softcap)
+    rows = (head_loss_full if state.plain else head_loss)(
+        hidden_RH, ends.head_VH, label_AJ.flatten(), teacher_RH, ends.logit_softcap
+    )
 
     weight_AJ = _weights(state, rows.nll_R.view_as(label_AJ), mask_AJ)
     total, weight = weighted_mean(rows.loss_R.view_as(label_AJ), weight_AJ, mask_AJ)
@@ -163,10 +171,11 @@ def forward_loss(state: TrainState, batch: Batch) -> tuple[Tensor, dict[str, Ten
 
 
 def _masks(
-    lens_D: Tensor, doc_T: Tensor, anchors: A.Anchors, drafter: DFlashDrafter
+    state: TrainState, lens_D: Tensor, doc_T: Tensor, anchors: A.Anchors
 ) -> dict[Kind, Mask]:
-    kinds, block = layer_kinds(drafter.arch), drafter.arch.block_size
-    if doc_T.device.type != "cpu":
+    arch = state.drafter.arch
+    kinds, block = layer_kinds(arch), arch.block_size
+    if state.plain or doc_T.device.type != "cpu":
         return dense_masks(doc_T, anchors, block, kinds)
     start_A = (lens_D.cumsum(0) - lens_D)[anchors.doc_A.clamp_min(0)]
     return grouped_masks(doc_T, start_A, anchors, block, kinds)
