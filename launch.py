@@ -35,7 +35,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values over the file's."),
 ]
-RingPath = Annotated[Path | None, typer.Argument(help="Default: the config's default path.")]
+RingOrRun = Annotated[
+    str | None, typer.Argument(metavar="[RUN|RING]", help="Default: what runs here now.")
+]
 
 
 @app.command()
@@ -61,9 +63,7 @@ def run(config: ConfigFile, overrides: Overrides = None) -> int:
 
 @app.command()
 def status(
-    what: Annotated[
-        str | None, typer.Argument(metavar="[RUN|RING]", help="Default: what runs here now.")
-    ] = None,
+    what: RingOrRun = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Look again until the run ends.")] = False,
 ) -> int:
@@ -89,7 +89,11 @@ def evaluate(
     context: typer.Context,
     what: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|EXPORT")],
 ) -> NoReturn:
-    """Decode held-out prompts for real: tau, per position, speed, lossless check."""
+    """Decode held-out prompts for real: tau, by position, speed, lossless check.
+
+    Passes on: [--data FILE] [--prompts N] [--max-new-tokens N] [--target MODEL] [--json FILE]
+    [--again]; `python -m dflash.evaluate --help` explains them.
+    """
     _become("dflash.evaluate", what, context.args)
 
 
@@ -98,7 +102,7 @@ def export(
     context: typer.Context,
     what: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT")],
 ) -> NoReturn:
-    """Write the drafter in a serving layout (--to DIR)."""
+    """Write the drafter in a serving layout: --to DIR [--format z-lab]."""
     _become("dflash.export", what, context.args)
 
 
@@ -111,6 +115,42 @@ def _become(module: str, what: str, args: list[str]) -> NoReturn:
     path = str(found.path) if found is not None else what
     command = [sys.executable, "-m", module, path, *args]
     os.execve(sys.executable, command, {**os.environ, **module_env()})
+
+
+@app.command()
+def doctor() -> int:
+    """Show machine, shared memory, GPUs and packages, and what dead runs have left."""
+    from launcher.doctor import doctor_command
+    from launcher.session import command_name
+
+    return doctor_command(command_name())
+
+
+@ring.command()
+def destroy(
+    what: RingOrRun = None,
+    force: Annotated[bool, typer.Option("--force", help="Also when it is in use.")] = False,
+) -> int:
+    """Remove the ring of a dead run. Refuses while a process of the run lives."""
+    from launcher.status import ring_path
+    from shm_ring import destroy
+
+    path = ring_path(what)
+    destroy(path, force=force)
+    print(f"removed {path}")
+    return 0
+
+
+@ring.command()
+def dump(what: RingOrRun = None) -> int:
+    """Print everything that stands in a ring's headers, as JSON."""
+    import json
+
+    from launcher.status import ring_path
+    from shm_ring import snapshot
+
+    print(json.dumps(snapshot(ring_path(what)).to_json(), indent=2))
+    return 0
 
 
 def main() -> NoReturn:

@@ -26,6 +26,7 @@ from .screen import seconds, who_waits
 
 OK, DEGRADED, BROKEN, NOTHING = range(4)
 LEVELS = ("ok", "degraded", "broken", "nothing")
+DEFAULT_RING: Path = RingConfig.model_fields["path"].default
 WINDOW_S = 1.0
 """Between the two pictures of a single look."""
 WATCH_S = 2.0
@@ -100,7 +101,7 @@ def status_command(what: str | None, *, as_json: bool, watch: bool) -> int:
         place = find_place(what)
         if watch:
             return _watch(place, as_json)
-        status = look(place)
+        status = look(place, WINDOW_S)
     except NothingThere as nothing:
         if as_json:
             print(json.dumps({"state": LEVELS[NOTHING], "problems": [str(nothing)]}))
@@ -136,13 +137,22 @@ def _default_place() -> Place:
         raise ConfigError(f"several runs are alive here ({names}): name one")
     if runs:
         return Place(runs[0].config().ring.path, runs[0])
-    path: Path = RingConfig.model_fields["path"].default
-    if (path / "meta.bin").exists():
-        return Place(path, None)
-    raise NothingThere(f"nothing runs here: no live run in runs/, no ring at {path}")
+    if (DEFAULT_RING / "meta.bin").exists():
+        return Place(DEFAULT_RING, None)
+    raise NothingThere(f"nothing runs here: no live run in runs/, no ring at {DEFAULT_RING}")
 
 
-def look(place: Place, window_s: float = WINDOW_S) -> Status:
+def ring_path(what: str | None) -> Path:
+    """For `ring destroy` and `ring dump`: also a damaged ring has a path. Raises RingMissing."""
+    if what is not None and find_run(what) is None and Path(what).is_dir():
+        return Path(what)
+    try:
+        return find_place(what).ring
+    except NothingThere as nothing:
+        raise RingMissing(str(nothing)) from None
+
+
+def look(place: Place, window_s: float) -> Status:
     """Two pictures, `window_s` apart. Raises NothingThere; RingError where a ring is damaged."""
     before = _picture(place)
     time.sleep(window_s)
