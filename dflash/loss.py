@@ -62,7 +62,10 @@ def head_loss(
     assert hidden_RH.ndim == 2 and label_R.shape == hidden_RH.shape[:1]
     row_bytes = head_VH.shape[0] * head_VH.element_size()
     rows = rows or max(16, CHUNK_BYTES[hidden_RH.device.type] // row_bytes)
-    return HeadLoss(*_FrozenHead.apply(hidden_RH, head_VH, label_R, teacher_RH, cap, rows))
+    wants_grad = torch.is_grad_enabled() and hidden_RH.requires_grad
+    return HeadLoss(
+        *_FrozenHead.apply(hidden_RH, head_VH, label_R, teacher_RH, cap, rows, wants_grad)
+    )
 
 
 class _FrozenHead(torch.autograd.Function):
@@ -75,11 +78,12 @@ class _FrozenHead(torch.autograd.Function):
         teacher_RH: Tensor | None,
         cap: float | None,
         rows: int,
+        wants_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(hidden_RH.dtype, torch.float32)
         loss_R = torch.empty(label_R.shape, dtype=wide, device=label_R.device)
         nll_R, rank_R = torch.empty_like(loss_R), torch.empty_like(label_R)
-        grad_RH = torch.empty_like(hidden_RH) if ctx.needs_input_grad[0] else None
+        grad_RH = torch.empty_like(hidden_RH) if wants_grad else None
         raw_CV = head_VH.new_empty(min(rows, label_R.numel()), head_VH.shape[0])
         teacher_CV = None if teacher_RH is None else torch.empty_like(raw_CV)
         for start in range(0, label_R.numel(), rows):
@@ -106,7 +110,7 @@ class _FrozenHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_RH,) = ctx.saved_tensors
-        return (grad_RH * grads[0][:, None]).to(grad_RH.dtype), None, None, None, None, None
+        return (grad_RH * grads[0][:, None]).to(grad_RH.dtype), None, None, None, None, None, None
 
 
 def _tiles(raw_CV: Tensor) -> list[slice]:

@@ -1,0 +1,228 @@
+"""Losses and their gradients against autograd on full logits in float64."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dflash.loss import (
+    decay_weights,
+    default_gamma,
+    dpace_weights,
+    head_loss,
+    head_loss_full,
+    weighted_mean,
+)
+
+BLOCKS, SLOTS, HIDDEN, VOCAB = 5, 6, 7, 40
+CPU = torch.device("cpu")
+
+
+def scene(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """hidden_RH (a leaf), head_VH, label_R, teacher_RH in float64, and a mask with a hole."""
+    torch.manual_seed(seed)
+    rows = BLOCKS * SLOTS
+    hidden_RH = torch.randn(rows, HIDDEN, dtype=torch.float64, requires_grad=True)
+    head_VH, teacher_RH = torch.randn(VOCAB, HIDDEN).double(), torch.randn(rows, HIDDEN).double()
+    mask_AJ = torch.rand(BLOCKS, SLOTS) < 0.8
+    mask_AJ[1] = False
+    return hidden_RH, head_VH, torch.randint(0, VOCAB, (rows,)), teacher_RH, mask_AJ
+
+
+def autograd_loss(
+    hidden_RH: Tensor, head_VH: Tensor, label_R: Tensor, teacher_RH: Tensor | None, cap: Any
+) -> tuple[Tensor, Tensor]:
+    """(row losses, row nll) by torch's own loss functions over all logits."""
+
+    def logits(x_RH: Tensor) -> Tensor:
+        raw_RV = x_RH @ head_VH.T
+        return raw_RV if cap is None else torch.tanh(raw_RV / cap) * cap
+
+    nll_R = F.cross_entropy(logits(hidden_RH), label_R, reduction="none")
+    if teacher_RH is None:
+        return nll_R, nll_R
+    p = torch.distributions.Categorical(logits=logits(teacher_RH))
+    q = torch.distributions.Categorical(logits=logits(hidden_RH))
+    return torch.distributions.kl_divergence(p, q), nll_R
+
+
+@pytest.mark.parametrize("rows", [1, 7, 30, 100])
+@pytest.mark.parametrize("weighting", ["decay", "dpace"])
+@pytest.mark.parametrize("cap", [None, 2.5])
+@pytest.mark.parametrize("kind", ["ce", "kl"])
+def test_loss_and_gradient_equal_autograd(kind: str, cap: Any, weighting: str, rows: int) -> None:
+    hidden_RH, head_VH, label_R, teacher_RH, mask_AJ = scene()
+    teacher = teacher_RH if kind == "kl" else None
+
+    def total(loss_R: Tensor, nll_R: Tensor) -> Tensor:
+        weight_AJ = decay_weights(SLOTS + 1, None, CPU).double().expand(BLOCKS, SLOTS)
+        if weighting == "dpace":
+            weight_AJ = dpace_weights(nll_R.view(BLOCKS, SLOTS), mask_AJ, 0.5)
+        top, bottom = weighted_mean(loss_R.view(BLOCKS, SLOTS), weight_AJ, mask_AJ)
+        return top / bottom
+
+    ours = head_loss(hidden_RH, head_VH, label_R, teacher, cap, rows=rows)
+    theirs, nll_R = autograd_loss(hidden_RH, head_VH, label_R, teacher, cap)
+    torch.testing.assert_close(ours.loss_R, theirs)
+    torch.testing.assert_close(ours.nll_R, nll_R)
+    (grad,) = torch.autograd.grad(total(ours.loss_R, ours.nll_R), hidden_RH)
+    (expected,) = torch.autograd.grad(total(theirs, nll_R), hidden_RH)
+    assert expected.abs().max() > 1e-3
+    torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-12)
+
+    full = head_loss_full(hidden_RH, head_VH, label_R, teacher, cap)
+    (grad,) = torch.autograd.grad(total(full.loss_R, full.nll_R), hidden_RH)
+    torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-12)
+    assert torch.equal(full.rank_R, ours.rank_R)
+
+
+def test_the_weighted_loss_is_the_formula() -> None:
+    """sum(m w l) / sum(m w), by hand over two blocks of two slots."""
+    loss_AJ = torch.tensor([[1.0, 2.0], [4.0, torch.nan]])
+    mask_AJ = torch.tensor([[True, True], [True, False]])
+    top, bottom = weighted_mean(loss_AJ, torch.tensor([1.0, 0.5]).expand(2, 2), mask_AJ)
+    assert float(top) == 1 + 2 * 0.5 + 4 and float(bottom) == 1 + 0.5 + 1
+
+
+def test_a_masked_row_may_be_nan() -> None:
+    """Neither the loss nor any other row's gradient notices."""
+    hidden_RH, head_VH, label_R, teacher_RH, mask_AJ = scene()
+    keep_R = mask_AJ.flatten()
+    outcomes = []
+    for bad in (0.0, torch.nan):
+        poisoned = torch.where(keep_R[:, None], teacher_RH, bad)
+        rows = head_loss(hidden_RH, head_VH, label_R, poisoned, rows=8)
+        top, _ = weighted_mean(rows.loss_R.view(BLOCKS, SLOTS), torch.ones(BLOCKS, SLOTS), mask_AJ)
+        (grad,) = torch.autograd.grad(top, hidden_RH)
+        outcomes.append((top, grad[keep_R]))
+    assert outcomes[0][0].isfinite() and torch.equal(outcomes[0][0], outcomes[1][0])
+    assert torch.equal(outcomes[0][1], outcomes[1][1])
+
+
+def test_kl_is_zero_where_draft_and_target_agree() -> None:
+    hidden_RH, head_VH, label_R, _, _ = scene()
+    rows = head_loss(hidden_RH, head_VH, label_R, hidden_RH.detach())
+    torch.testing.assert_close(rows.loss_R, torch.zeros_like(rows.loss_R))
+    (grad,) = torch.autograd.grad(rows.loss_R.sum(), hidden_RH)
+    torch.testing.assert_close(grad, torch.zeros_like(grad))
+
+
+def test_extreme_logits_stay_finite() -> None:
+    hidden_RH = (torch.eye(4) * 300).requires_grad_()
+    head_VH = torch.eye(4) * torch.tensor([1.0, -1.0, 1.0, -1.0])
+    for teacher in (None, hidden_RH.detach().flip(0)):
+        rows = head_loss(hidden_RH, head_VH, torch.arange(4), teacher)
+        (grad,) = torch.autograd.grad(rows.loss_R.sum(), hidden_RH)
+        assert rows.loss_R.isfinite().all() and grad.isfinite().all()
+    assert head_loss(hidden_RH, head_VH, torch.arange(4)).loss_R[1] > 300
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl"])
+def test_bfloat16_is_near_float32(kind: str) -> None:
+    """bf16 logits round to 3 digits; the losses and gradients stay within 2 %."""
+    hidden_RH, head_VH, label_R, teacher_RH, _ = (
+        x.float() if x.is_floating_point() else x for x in scene()
+    )
+    hidden_RH, teacher = hidden_RH.detach(), teacher_RH if kind == "kl" else None
+    grads, losses = [], []
+    for dtype in (torch.float32, torch.bfloat16):
+        leaf = hidden_RH.to(dtype).requires_grad_()
+        other = None if teacher is None else teacher.to(dtype)
+        rows = head_loss(leaf, head_VH.to(dtype), label_R, other)
+        assert rows.loss_R.dtype == torch.float32
+        losses.append(rows.loss_R.detach())
+        grads.append(torch.autograd.grad(rows.loss_R.sum(), leaf)[0].float())
+    assert (losses[1] - losses[0]).norm() < 0.02 * losses[0].norm()
+    assert (grads[1] - grads[0]).norm() < 0.02 * grads[0].norm()
+
+
+class CountHeadPasses(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "bmm", "matmul"):
+            self.passes[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "passes"), [("ce", 2), ("kl", 3)])
+def test_the_head_is_passed_over_that_often_and_never_again(kind: str, passes: int) -> None:
+    hidden_RH, head_VH, label_R, teacher_RH, _ = scene()
+    with CountHeadPasses() as count:
+        rows = head_loss(hidden_RH, head_VH, label_R, teacher_RH if kind == "kl" else None)
+        rows.loss_R.sum().backward()
+    assert count.passes == {"mm": passes}
+
+
+def test_without_gradient_the_head_is_passed_over_once() -> None:
+    hidden_RH, head_VH, label_R, _, _ = scene()
+    with CountHeadPasses() as count, torch.no_grad():
+        head_loss(hidden_RH, head_VH, label_R)
+    assert count.passes == {"mm": 1}
+
+
+# ---- rank of the data token -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cap", [None, 2.5])
+def test_rank_is_the_place_in_the_sorted_logits(cap: Any) -> None:
+    hidden_RH, head_VH, label_R, _, _ = scene()
+    order_RV = (hidden_RH @ head_VH.T).argsort(dim=-1, descending=True)
+    expected = [order_RV[r].tolist().index(label) for r, label in enumerate(label_R.tolist())]
+    assert head_loss(hidden_RH, head_VH, label_R, cap=cap).rank_R.tolist() == expected
+    assert len(set(expected)) > 8
+
+
+def test_rank_zero_means_that_argmax_is_the_data_token_even_among_ties() -> None:
+    """Decoding takes the first of equal logits, so the second of them is not correct."""
+    head_VH = torch.tensor([[1.0], [3.0], [3.0], [2.0], [3.0]]).bfloat16()
+    hidden_RH = torch.ones(5, 1).bfloat16()
+    assert (hidden_RH @ head_VH.T).argmax(dim=-1).tolist() == [1] * 5
+    for loss in (head_loss, head_loss_full):
+        rank = loss(hidden_RH, head_VH, torch.tensor([0, 1, 2, 3, 4])).rank_R.tolist()
+        assert rank == [4, 0, 1, 3, 1]
+
+
+# ---- position weights -------------------------------------------------------------------------
+
+
+def test_gamma_is_the_papers_at_its_block_sizes_and_between_them() -> None:
+    assert [default_gamma(size) for size in (8, 10, 16)] == [4, 5, 7]
+    assert default_gamma(9) == 4.5 and default_gamma(13) == 6
+    sizes = [default_gamma(size) for size in range(2, 65)]
+    assert sizes == sorted(sizes) and sizes[0] == 1
+
+
+def test_decay_is_exponential_in_the_slot() -> None:
+    weight_J = decay_weights(8, None, CPU)
+    assert weight_J.tolist() == pytest.approx([math.exp(-k / 4) for k in range(7)])
+    assert decay_weights(3, 2.0, CPU).tolist() == pytest.approx([1, math.exp(-0.5)])
+
+
+def test_dpace_equals_its_double_sum() -> None:
+    torch.manual_seed(0)
+    nll_AJ = torch.rand(6, 5, dtype=torch.float64, requires_grad=True)
+    mask_AJ = torch.rand(6, 5) < 0.7
+    weight_AJ = dpace_weights(nll_AJ, mask_AJ, 0.3)
+    assert not weight_AJ.requires_grad
+    nll = nll_AJ.tolist()
+    for a in range(6):
+        for k in range(5):
+            expected = 0.0
+            for m in range(k, 5):
+                chain = 1.0
+                for i in range(m + 1):
+                    if mask_AJ[a, i]:
+                        chain *= 0.7 * math.exp(-nll[a][i]) + 0.3
+                expected += chain * bool(mask_AJ[a, m])
+            assert float(weight_AJ[a, k]) == pytest.approx(expected)
