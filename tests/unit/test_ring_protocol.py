@@ -1,0 +1,486 @@
+"""Each transition of the pure core, by hand: what it stores and refuses, what a death leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rings import T, memory_view
+
+from shm_ring import RingError, StaleLease, crash, protocol
+from shm_ring import layout as at
+from shm_ring.state import (
+    CONSUMED,
+    EMPTY,
+    NOBODY,
+    POISON,
+    QUARANTINE,
+    READING,
+    READY,
+    REDO,
+    WRITING,
+    Token,
+    View,
+    counters,
+    generation_of,
+    owner_of,
+    pack_word,
+    state_of,
+)
+
+P, Q, C = 3, 4, 7  # two producers and a consumer
+QUARANTINE_NS = 50
+
+
+class Death(Exception):
+    """Raised at a crash point: the store before it has happened, the next has not."""
+
+
+@pytest.fixture(autouse=True)
+def _no_plan() -> Iterator[None]:
+    yield
+    crash.action = None
+
+
+def die_at(name: str, transition: Callable[[], object]) -> None:
+    def act(passed: str) -> None:
+        if passed == name:
+            raise Death
+
+    crash.action = act
+    with pytest.raises(Death):
+        transition()
+    crash.action = None
+
+
+def states(view: View) -> list[int]:
+    return [state_of(words[at.WORD]) for words in view.slots]
+
+
+def head_tail(view: View) -> tuple[int, int]:
+    return view.meta[at.HEAD], view.meta[at.TAIL]
+
+
+def claim(view: View, party: int = P, now: int = 1) -> Token:
+    protocol.settle(view, now)
+    token = protocol.claim(view, party, now)
+    assert token is not None
+    return token
+
+
+def ready(view: View, now: int = 1) -> Token:
+    token = claim(view, now=now)
+    assert protocol.publish(view, token, 5, [1, 2], now)
+    return token
+
+
+def taken(view: View, seq: int, now: int = 1) -> Token:
+    protocol.settle(view, now)
+    token = protocol.take(view, seq, C, now)
+    assert token is not None
+    return token
+
+
+def counts(view: View) -> dict[str, int]:
+    return {name: values[0] for name, values in counters(view.meta).items() if values[0]}
+
+
+def test_one_slot_goes_round() -> None:
+    view = memory_view(1, 9)
+    for seq in range(3):
+        token = claim(view)
+        assert token == Token(slot=0, generation=seq + 1, party=P, epoch=1, seq=seq)
+        assert view.slots[0][at.WORD] == pack_word(WRITING, P, seq + 1)
+        assert protocol.claim(view, Q, 1) is None
+        assert protocol.publish(view, token, 5, None, 1)
+        assert view.slots[0][at.WORD] == pack_word(READY, NOBODY, seq + 1)
+        assert protocol.take(view, seq + 1, C, 1) is None
+        got = taken(view, seq)
+        assert view.slots[0][at.WORD] == pack_word(READING, C, seq + 1)
+        assert head_tail(view) == (seq + 1, seq)
+        assert protocol.done(view, got, 1)
+        assert view.slots[0][at.WORD] == pack_word(CONSUMED, NOBODY, seq + 1)
+        assert head_tail(view) == (seq + 1, seq + 1)
+
+
+def test_claims_are_in_order_and_end_at_end_seq() -> None:
+    view = memory_view(8, 5)
+    assert [claim(view, P + i % 2).seq for i in range(5)] == [0, 1, 2, 3, 4]
+    assert protocol.claim(view, P, 1) is None
+
+
+def test_the_tail_is_the_lowest_seq_that_is_not_acknowledged() -> None:
+    view = memory_view(4, 9)
+    for _ in range(3):
+        ready(view)
+    second, third = taken(view, 1), taken(view, 2)
+    protocol.done(view, third, 1)
+    protocol.done(view, second, 1)
+    assert head_tail(view) == (3, 0)
+    protocol.done(view, taken(view, 0), 1)
+    assert head_tail(view) == (3, 3)
+
+
+def test_the_lowest_redo_is_claimed_before_a_fresh_seq() -> None:
+    view = memory_view(4, 9)
+    tokens = [claim(view) for _ in range(3)]
+    protocol.abort(view, tokens[2], 1)
+    protocol.abort(view, tokens[1], 1)
+    assert states(view) == [WRITING, REDO, REDO, EMPTY]
+    again = claim(view, Q)
+    assert (again.seq, again.slot, again.generation) == (1, 1, 2)
+    assert [claim(view, Q).seq, claim(view, Q).seq] == [2, 3]
+
+
+@pytest.mark.parametrize("action", ["publish", "abort", "done", "give_back", "reject"])
+def test_a_stale_token_changes_nothing_and_is_counted(action: str) -> None:
+    view = memory_view(2, 9)
+    old = claim(view)
+    protocol.abort(view, old, 1)
+    new = claim(view, Q)
+    assert new.slot == old.slot
+    if action not in ("publish", "abort"):
+        protocol.publish(view, new, 5, None, 1)
+        kept = taken(view, 0)
+        old = kept._replace(generation=old.generation)
+    before = [page.tobytes() for page in view.slots], view.meta.tobytes()[:3072]
+    with pytest.raises(StaleLease):
+        if action == "publish":
+            protocol.publish(view, old, 5, None, 1)
+        else:
+            getattr(protocol, action)(view, old, 1)
+    assert ([page.tobytes() for page in view.slots], view.meta.tobytes()[:3072]) == before
+    assert counts(view)["stale_lease"] == 1
+
+
+def test_another_party_with_the_same_generation_is_stale() -> None:
+    view = memory_view(1, 9)
+    token = claim(view)
+    with pytest.raises(StaleLease):
+        protocol.publish(view, token._replace(party=Q), 5, None, 1)
+
+
+def test_a_token_does_not_work_twice() -> None:
+    view = memory_view(1, 9)
+    ready(view)
+    got = taken(view, 0)
+    protocol.done(view, got, 1)
+    for action in (protocol.done, protocol.give_back, protocol.reject):
+        with pytest.raises(StaleLease):
+            action(view, got, 1)
+
+
+def test_a_dead_producer_is_quarantined_first_then_its_seq_is_redone() -> None:
+    view = memory_view(2, 9)
+    claim(view)
+    assert protocol.reap(view, {Q, C}, 100) == 0  # another's death
+    assert protocol.reap(view, {P}, 100) == 1
+    assert view.slots[0][at.WORD] == pack_word(QUARANTINE, P, 1)
+    assert protocol.reap(view, {P}, 100 + QUARANTINE_NS - 1) == 0
+    assert states(view) == [QUARANTINE, EMPTY]
+    assert protocol.reap(view, set(), 100 + QUARANTINE_NS) == 1
+    assert states(view) == [REDO, EMPTY]
+    assert claim(view, Q).seq == 0
+
+
+def test_a_damaged_deadline_does_not_hold_the_slot() -> None:
+    view = memory_view(1, 9)
+    claim(view)
+    protocol.reap(view, {P}, 100)
+    view.slots[0][at.DEADLINE_NS] = 2**64 - 1
+    assert protocol.reap(view, {P}, 100) == 0
+    assert protocol.reap(view, {P}, 100 + QUARANTINE_NS) == 1
+
+
+def test_a_dead_consumer_gives_its_slot_back() -> None:
+    view = memory_view(1, 9)
+    ready(view)
+    taken(view, 0)
+    assert protocol.reap(view, {C}, 1) == 1
+    assert view.slots[0][at.WORD] == pack_word(READY, NOBODY, 1)
+    assert taken(view, 0).seq == 0
+    assert view.slots[0][at.DELIVERIES] == 2
+
+
+def test_a_give_back_is_no_failure() -> None:
+    view = memory_view(1, 9)
+    ready(view)
+    for _ in range(5):
+        protocol.give_back(view, taken(view, 0), 1)
+    assert states(view) == [READY]
+    assert view.slots[0][at.FAILURES] == 0
+
+
+def fails_by_abort(view: View) -> None:
+    protocol.abort(view, claim(view), 1)
+
+
+def fails_by_death(view: View) -> None:
+    claim(view)
+    protocol.reap(view, {P}, 1)
+    protocol.reap(view, {P}, 1 + QUARANTINE_NS)
+
+
+def fails_by_sums(view: View) -> None:
+    ready(view)
+    protocol.reject(view, taken(view, 0), 1)
+
+
+FAILURES = [fails_by_abort, fails_by_death, fails_by_sums]
+
+
+@pytest.mark.parametrize("first", FAILURES)
+@pytest.mark.parametrize("last", FAILURES)
+def test_the_third_failure_of_one_seq_is_poison(
+    first: Callable[[View], None], last: Callable[[View], None]
+) -> None:
+    view = memory_view(1, 9)
+    for fails in (first, fails_by_abort):
+        fails(view)
+        assert states(view) == [REDO]
+        assert protocol.poisoned(view) is None
+    last(view)
+    assert states(view) == [POISON]
+    reason = {
+        fails_by_abort: "its writer gave it up",
+        fails_by_death: "its writer died",
+        fails_by_sums: "wrong sums",
+    }[last]
+    assert protocol.poisoned(view) == (0, reason)
+    assert protocol.claim(view, P, 1) is None and protocol.take(view, 0, C, 1) is None
+    assert head_tail(view) == (1, 0)
+
+
+def test_the_third_death_of_a_reader_is_poison() -> None:
+    view = memory_view(1, 9)
+    ready(view)
+    for state in (READY, READY, POISON):
+        taken(view, 0)
+        protocol.reap(view, {C}, 1)
+        assert states(view) == [state]
+    assert protocol.poisoned(view) == (0, "its reader died")
+
+
+def test_failures_of_different_seqs_do_not_add_up() -> None:
+    view = memory_view(1, 9)
+    for seq in range(4):
+        fails_by_abort(view)
+        fails_by_abort(view)
+        assert states(view) == [REDO]
+        ready(view)
+        protocol.done(view, taken(view, seq), 1)
+
+
+def test_a_failure_whose_party_dies_in_the_middle_counts_once() -> None:
+    view = memory_view(1, 9)
+    token = claim(view)
+    die_at("fail.count", lambda: protocol.abort(view, token, 1))
+    assert states(view) == [WRITING]
+    protocol.reap(view, {P}, 1)
+    die_at("fail.count", lambda: protocol.reap(view, {P}, 1 + QUARANTINE_NS))
+    protocol.reap(view, {P}, 1 + QUARANTINE_NS)
+    assert view.slots[0][at.FAILURES] & 0xFFFF == 1
+    fails_by_abort(view)
+    assert states(view) == [REDO]
+
+
+@pytest.mark.parametrize("word", [at.SEAL_GENERATION, at.SEAL_SEQ, at.SEAL_EPOCH, at.TOTAL_TOK])
+def test_a_seal_that_does_not_fit_is_never_delivered(word: int) -> None:
+    view = memory_view(1, 9)
+    ready(view)
+    view.slots[0][word] = T + 1
+    assert protocol.take(view, 0, C, 1) is None
+    assert states(view) == [REDO]
+    assert counts(view)["bad_seal"] == 1
+
+
+def test_a_claim_that_dies_before_the_word_has_not_happened() -> None:
+    view = memory_view(2, 9)
+    die_at("claim.seq", lambda: claim(view))
+    protocol.settle(view, 1)
+    assert states(view) == [EMPTY, EMPTY] and head_tail(view) == (0, 0)
+    assert claim(view, Q).seq == 0
+
+
+def test_a_claim_that_dies_before_head_leaves_no_gap_and_no_double() -> None:
+    view = memory_view(2, 9)
+    die_at("claim.word", lambda: claim(view))
+    assert head_tail(view) == (0, 0)
+    assert claim(view, Q).seq == 1
+    assert head_tail(view) == (2, 0)
+
+
+def test_a_publish_that_dies_before_the_word_has_not_happened() -> None:
+    view = memory_view(1, 9)
+    token = claim(view)
+    die_at("publish.seal", lambda: protocol.publish(view, token, 5, None, 1))
+    assert states(view) == [WRITING]
+    assert protocol.take(view, 0, C, 1) is None
+
+
+def six_slots() -> View:
+    """EMPTY is missing: CONSUMED 0, READY 1, READING 2, REDO 3, WRITING 4, QUARANTINE 5."""
+    view = memory_view(6, 20)
+    for _ in range(3):
+        ready(view)
+    protocol.done(view, taken(view, 0), 1)
+    taken(view, 2)
+    three, _, _ = claim(view), claim(view, P), claim(view, Q)
+    protocol.abort(view, three, 1)
+    protocol.reap(view, {Q}, 1)
+    assert states(view) == [CONSUMED, READY, READING, REDO, WRITING, QUARANTINE]
+    return view
+
+
+AFTER_REWIND = [EMPTY, EMPTY, READING, EMPTY, WRITING, QUARANTINE]
+
+
+def test_a_rewind_voids_what_nobody_holds() -> None:
+    view = six_slots()
+    view.meta[at.CLOSED] = 1
+    assert protocol.rewind(view, 3, 2) == 2
+    assert states(view) == AFTER_REWIND
+    assert owner_of(view.slots[4][at.WORD]) == P
+    assert head_tail(view) == (3, 3)
+    assert (view.meta[at.CLOSED], view.meta[at.SETTLED], view.meta[at.BASE_SEQ]) == (0, 2, 3)
+    assert counts(view)["voided"] == 1
+    assert claim(view, P).seq == 3
+
+
+def test_a_rewind_voids_poison() -> None:
+    view = memory_view(1, 9)
+    for _ in range(3):
+        fails_by_abort(view)
+    protocol.rewind(view, 0, 1)
+    assert states(view) == [EMPTY]
+    fails_by_abort(view)
+    assert states(view) == [REDO]  # the count starts anew
+
+
+@pytest.mark.parametrize("point", crash.POINTS["rewinder"])
+def test_a_rewind_that_dies_anywhere_is_finished_or_has_not_begun(point: str) -> None:
+    view = six_slots()
+    view.meta[at.CLOSED] = 1
+    before = states(view)
+    die_at(point, lambda: protocol.rewind(view, 1, 2))
+    protocol.settle(view, 3)
+    assert view.meta[at.SETTLED] == view.meta[at.EPOCH]
+    if point == "rewind.base":
+        assert states(view) == before and view.meta[at.EPOCH] == 1
+        assert head_tail(view) == (6, 1)
+    else:
+        assert states(view) == AFTER_REWIND and view.meta[at.EPOCH] == 2
+        assert head_tail(view) == (1, 1) and view.meta[at.CLOSED] == 0
+
+
+def test_old_leases_are_refused_and_release_their_slots() -> None:
+    for action in ("publish", "abort", "done", "give_back", "reject"):
+        view = memory_view(1, 9)
+        if action in ("publish", "abort"):
+            token = claim(view)
+        else:
+            ready(view)
+            token = taken(view, 0)
+        protocol.rewind(view, 0, 1)
+        assert protocol.claim(view, Q, 1) is None  # still held
+        if action == "publish":
+            assert not protocol.publish(view, token, 5, None, 1)
+        else:
+            assert not getattr(protocol, action)(view, token, 1)
+        assert states(view) == [EMPTY]
+        assert counts(view)["refused_epoch"] == 1
+        assert claim(view, Q).epoch == 2
+
+
+def test_the_dead_of_an_old_epoch_leave_empty_slots() -> None:
+    view = six_slots()
+    protocol.rewind(view, 0, 2)
+    protocol.reap(view, {P, Q, C}, 100)
+    protocol.reap(view, {P, Q, C}, 100 + QUARANTINE_NS)
+    assert states(view) == [EMPTY] * 6
+
+
+def test_an_old_ready_slot_is_not_delivered_in_a_new_epoch() -> None:
+    view = memory_view(2, 9)
+    ready(view)
+    die_at("rewind.epoch", lambda: protocol.rewind(view, 0, 1))
+    assert protocol.take(view, 0, C, 1) is None
+
+
+def test_the_run_is_over_when_closed_and_everything_is_acknowledged() -> None:
+    view = memory_view(2, 2)
+    ready(view), ready(view)
+    protocol.done(view, taken(view, 0), 1)
+    assert protocol.close(view, 1)
+    assert not protocol.is_over(view)
+    protocol.done(view, taken(view, 1), 1)
+    assert protocol.is_over(view)
+    assert not protocol.close(view, 7)  # another epoch
+
+
+def test_who_leaves_lets_go_of_everything() -> None:
+    view = memory_view(4, 9)
+    ready(view)
+    protocol.take(view, 0, P, 1)
+    claim(view, P), claim(view, Q)
+    protocol.release_party(view, P, 1)
+    assert states(view) == [READY, REDO, WRITING, EMPTY]
+
+
+def test_the_generation_goes_up_by_one_a_claim_and_wraps() -> None:
+    view = memory_view(1, 9)
+    view.slots[0][at.WORD] = pack_word(EMPTY, NOBODY, 2**32 - 1)
+    assert claim(view).generation == 0
+    assert generation_of(view.slots[0][at.WORD]) == 0
+
+
+def test_time_is_counted_by_the_number_of_ready_slots() -> None:
+    view = memory_view(2, 9)
+    protocol.settle(view, 1000)
+    ready(view, now=1010)  # 10 ns without
+    ready(view, now=1030)  # 20 ns with one
+    protocol.settle(view, 1070)  # 40 ns with both
+    buckets = view.meta[at.OCCUPANCY : at.OCCUPANCY + at.OCCUPANCY_BUCKETS].tolist()
+    assert buckets == [10, 0, 0, 0, 20, 0, 0, 0, 40]
+
+
+DAMAGE = st.one_of(
+    st.tuples(
+        st.sampled_from(range(6)),
+        st.sampled_from([at.WORD, at.SEQ, at.SLOT_EPOCH, *range(8, 40)]),
+        st.one_of(st.integers(0, 2**64 - 1), st.integers(0, 0x4FF), st.just(2**64 - 1)),
+    ),
+    st.tuples(
+        st.just(-1),
+        st.sampled_from([*range(13), at.QUARANTINE_NS, *range(128, 512)]),
+        st.one_of(st.integers(0, 2**64 - 1), st.integers(0, 30)),
+    ),
+)
+
+
+@given(st.lists(DAMAGE, min_size=1, max_size=4), st.integers(0, 2**63))
+def test_garbage_gives_an_error_or_a_legal_state_never_more(
+    damage: list[tuple[int, int, int]], now: int
+) -> None:
+    view = six_slots()
+    for slot, word, value in damage:
+        (view.meta if slot < 0 else view.slots[slot])[word] = value
+    try:
+        for _ in range(3):
+            protocol.settle(view, now)
+            protocol.reap(view, {P, C}, now)
+            protocol.settle(view, now)
+            protocol.take(view, 1, C, now)
+            protocol.settle(view, now)
+            protocol.claim(view, P, now)
+            protocol.release_party(view, P, now)
+            protocol.poisoned(view)
+            protocol.settle(view, now)
+            protocol.rewind(view, 0, now)
+            protocol.settle(view, now)
+    except RingError:
+        return
+    assert set(states(view)) <= {EMPTY, WRITING, QUARANTINE, REDO, READY, READING, CONSUMED, POISON}
+    assert view.meta[at.TAIL] <= view.meta[at.HEAD] <= view.meta[at.END_SEQ]
