@@ -26,7 +26,7 @@ from .liveness import (
 )
 from .locks import Control
 from .segment import Segment
-from .state import MAX_FAILURES, Token, count
+from .state import MAX_FAILURES, Token, count, poisoned
 from .waiting import FIRST_WAIT_S, LONGEST_WAIT_S, Bells
 
 T = TypeVar("T")
@@ -179,7 +179,7 @@ class Party:
         return found
 
     def _raise_if_poisoned(self) -> None:
-        found = protocol.poisoned(self._view)
+        found = poisoned(self._view)
         if found is not None:
             seq, reason = found
             raise Poisoned(f"seq {seq} failed {MAX_FAILURES} times, at last because {reason}", seq)

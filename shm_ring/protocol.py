@@ -36,7 +36,6 @@ from .state import (
     QUARANTINE,
     READING,
     READY,
-    REASONS,
     REDO,
     STATE_NAMES,
     VOIDED_BY_REWIND,
@@ -135,43 +134,24 @@ def fail(view: View, slot: int, reason: int, now: int, otherwise: int = REDO) ->
     return state
 
 
-def poisoned(view: View) -> tuple[int, str] | None:
-    """(seq, reason of the last failure) of the lowest POISON of this epoch."""
-    found = [
-        (words[at.SEQ], REASONS[min(words[at.FAILURES] >> 16 & 0xFFFF, len(REASONS) - 1)])
-        for words in view.slots
-        if words[at.WORD] & 0xFFFF == POISON and is_mine(view, words)
-    ]
-    return min(found, default=None)
-
-
 # ---------------------------------------------------------------- the producer
 
 
 def lowest_redo(view: View) -> int | None:
-    """The model's ISREDO, lowest seq first."""
-    best = None
-    for slot, words in enumerate(view.slots):
-        redo = words[at.WORD] & 0xFFFF == REDO and is_mine(view, words)
-        if redo and (best is None or words[at.SEQ] < view.slots[best][at.SEQ]):
-            best = slot
-    return best
+    """The slot of the lowest seq to make again. The model's ISREDO."""
+    redo = [
+        (words[at.SEQ], slot)
+        for slot, words in enumerate(view.slots)
+        if words[at.WORD] & 0xFFFF == REDO and is_mine(view, words)
+    ]
+    return min(redo)[1] if redo else None
 
 
-def _free_slot(view: View) -> int | None:
-    """The free slot at or after head % slot_count."""
-    slots = len(view.slots)
-    first = view.meta[at.HEAD] % slots
-    for step in range(slots):
-        slot = (first + step) % slots
-        if view.slots[slot][at.WORD] & 0xFFFF in FREE:
-            return slot
-    return None
-
-
-def is_over(view: View) -> bool:
-    """The trainer has closed the run and every seq is acknowledged: target workers may leave."""
-    return view.meta[at.CLOSED] == 1 and view.meta[at.TAIL] >= view.meta[at.END_SEQ]
+def free_slot(view: View) -> int | None:
+    """The first free slot from head % slot_count on."""
+    slots, head = len(view.slots), view.meta[at.HEAD]
+    order = ((head + step) % slots for step in range(slots))
+    return next((slot for slot in order if state_of(view.slots[slot][at.WORD]) in FREE), None)
 
 
 def claim(view: View, party: int, now: int) -> Token | None:
@@ -181,7 +161,7 @@ def claim(view: View, party: int, now: int) -> Token | None:
     slot = lowest_redo(view)
     fresh = slot is None
     if slot is None:
-        slot = _free_slot(view)
+        slot = free_slot(view)
         if slot is None or meta[at.HEAD] >= meta[at.END_SEQ]:
             return None
         words = view.slots[slot]

@@ -24,7 +24,7 @@ from .layout import Field
 from .liveness import READER, WAITS_FREE, WAITS_READY, WRITER
 from .party import Lease, Party, Stop
 from .segment import Segment
-from .state import Token
+from .state import Token, is_over
 from .sums import prefix_sum
 
 _OVER = Token(-1, 0, 0, 0, 0)
@@ -69,7 +69,7 @@ class RingWriter(Party):
 
     def _try_claim(self, now: int) -> Token | None:
         self._raise_if_poisoned()
-        if protocol.is_over(self._view):
+        if is_over(self._view):
             return _OVER
         return protocol.claim(self._view, self.id, now)
 

@@ -110,6 +110,21 @@ def owners(view: View) -> set[int]:
     return {owner_of(word) for word in words if state_of(word) in OWNED}
 
 
+def is_over(view: View) -> bool:
+    """The trainer has closed the run and every seq is acknowledged: target workers may leave."""
+    return view.meta[at.CLOSED] == 1 and view.meta[at.TAIL] >= view.meta[at.END_SEQ]
+
+
+def poisoned(view: View) -> tuple[int, str] | None:
+    """(seq, reason of the last failure) of the lowest POISON of this epoch."""
+    found = [
+        (words[at.SEQ], REASONS[min(words[at.FAILURES] >> 16 & 0xFFFF, len(REASONS) - 1)])
+        for words in view.slots
+        if words[at.WORD] & 0xFFFF == POISON and is_mine(view, words)
+    ]
+    return min(found, default=None)
+
+
 def count(view: View, name: str, now: int) -> None:
     """Adds one to a counter of meta.bin: count, first, last. No rule depends on a counter."""
     index = _COUNTER[name]

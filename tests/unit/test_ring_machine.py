@@ -21,7 +21,17 @@ from rings import memory_view
 
 from shm_ring import StaleLease, crash, protocol
 from shm_ring import layout as at
-from shm_ring.state import FREE, NOBODY, OWNED, STATE_NAMES, Token, View, owner_of, state_of
+from shm_ring.state import (
+    FREE,
+    NOBODY,
+    OWNED,
+    STATE_NAMES,
+    Token,
+    View,
+    is_over,
+    owner_of,
+    state_of,
+)
 
 QUARANTINE_NS = 50
 WRITERS, READERS = (0, 1, 2), (10, 11)
@@ -301,7 +311,7 @@ class RingMachine(RuleBasedStateMachine):
             dies_at,
         )
         done = self.oracle.closed and self.oracle.tail == self.oracle.end
-        assert protocol.is_over(self.view) == done
+        assert is_over(self.view) == done
 
     @rule(party=st.sampled_from(WRITERS + READERS))
     def die(self, party: int) -> None:

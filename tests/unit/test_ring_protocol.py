@@ -25,8 +25,10 @@ from shm_ring.state import (
     View,
     counters,
     generation_of,
+    is_over,
     owner_of,
     pack_word,
+    poisoned,
     state_of,
 )
 
@@ -240,7 +242,7 @@ def test_the_third_failure_of_one_seq_is_poison(
     for fails in (first, fails_by_abort):
         fails(view)
         assert states(view) == [REDO]
-        assert protocol.poisoned(view) is None
+        assert poisoned(view) is None
     last(view)
     assert states(view) == [POISON]
     reason = {
@@ -248,7 +250,7 @@ def test_the_third_failure_of_one_seq_is_poison(
         fails_by_death: "its writer died",
         fails_by_sums: "wrong sums",
     }[last]
-    assert protocol.poisoned(view) == (0, reason)
+    assert poisoned(view) == (0, reason)
     assert protocol.claim(view, P, 1) is None and protocol.take(view, 0, C, 1) is None
     assert head_tail(view) == (1, 0)
 
@@ -260,7 +262,7 @@ def test_the_third_death_of_a_reader_is_poison() -> None:
         taken(view, 0)
         protocol.reap(view, {C}, 1)
         assert states(view) == [state]
-    assert protocol.poisoned(view) == (0, "its reader died")
+    assert poisoned(view) == (0, "its reader died")
 
 
 def test_failures_of_different_seqs_do_not_add_up() -> None:
@@ -414,9 +416,9 @@ def test_the_run_is_over_when_closed_and_everything_is_acknowledged() -> None:
     ready(view), ready(view)
     protocol.done(view, taken(view, 0), 1)
     assert protocol.close(view, 1)
-    assert not protocol.is_over(view)
+    assert not is_over(view)
     protocol.done(view, taken(view, 1), 1)
-    assert protocol.is_over(view)
+    assert is_over(view)
     assert not protocol.close(view, 7)  # another epoch
 
 
@@ -476,7 +478,7 @@ def test_garbage_gives_an_error_or_a_legal_state_never_more(
             protocol.settle(view, now)
             protocol.claim(view, P, now)
             protocol.release_party(view, P, now)
-            protocol.poisoned(view)
+            poisoned(view)
             protocol.settle(view, now)
             protocol.rewind(view, 0, now)
             protocol.settle(view, now)
