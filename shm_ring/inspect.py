@@ -21,13 +21,13 @@ from .layout import Field, Header
 from .liveness import DEAD as DEAD_RECORD
 from .liveness import FREE_RECORD, JOINED, ROLES, Record, proved_dead, read_record
 from .locks import LockFile
-from .protocol import REASONS
 from .segment import map_file, open_lock, read_header, slot_path
 from .state import (
     COUNTERS,
     NOBODY,
     OWNED,
     READY,
+    REASONS,
     STATE_NAMES,
     counters,
     generation_of,
