@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dflash.prepare import Prepared
 
 from dflash import checkpoint
 from dflash.arch import DrafterArch, TargetArch
 from dflash.config import Config, load_config
+from dflash.prepare import Prepared
 from dflash.slot import slot_views
 from dflash.step import DTYPES, TrainState, train_step
 from dflash.target import load_ends

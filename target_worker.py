@@ -14,12 +14,12 @@ import logging
 from pathlib import Path
 
 import torch
-from dflash.data import Dataset
-from dflash.prepare import Prepared
 
 from dflash.arch import DrafterArch, TargetArch
 from dflash.config import load_config
+from dflash.data import Dataset
 from dflash.plan import Plan
+from dflash.prepare import Prepared
 from dflash.slot import slot_views, write_documents
 from dflash.step import DTYPES
 from dflash.target import Target

@@ -136,7 +136,7 @@ def test_status_names_the_waiting_side_while_the_trainer_is_stopped(home: Path) 
 
         def ring_is_full() -> bool:
             view = status(home, config)
-            states = [slot["state"] for slot in view["slots"]]
+            states = [slot["state"] for slot in view["ring"]["slots"]]
             return states.count("READY") + states.count("READING") == len(states)
 
         wait_for(ring_is_full)
