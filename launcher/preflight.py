@@ -18,7 +18,7 @@ from dflash.prepare import Prepared
 from shm_ring import Field, RingError, free_bytes, ring_bytes, snapshot
 
 from .gpus import Gpu, Need, drafter_need, list_gpus, target_need
-from .rings import LIVING
+from .rings import LIVING, user_of
 from .screen import size
 from .slot import slot_fields
 
@@ -93,6 +93,8 @@ class Facts:
                 f"eval.prompts {config.eval.prompts}: only {self.prepared.num_heldout} "
                 f"conversations are held out (data.heldout {config.data.heldout})"
             )
+        if (user := user_of(config.ring.path)) is not None:
+            lines.append(f"ring.path: {config.ring.path} is in use by run {user!r}")
         for gpu, need in _by_gpu(self.places):
             if need > gpu.total_bytes - gpu.used_bytes:
                 lines.append(

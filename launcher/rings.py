@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from dflash.config import Config
 from shm_ring import (
     Field,
+    RingBusy,
     RingError,
     RingMissing,
     RingSnapshot,
@@ -59,6 +61,23 @@ def close_ring(config: Config) -> str | None:
     return None
 
 
+def user_of(path: Path) -> str | None:
+    """The run whose launcher lives and owns the ring at `path`, or None."""
+    try:
+        view = snapshot(path)
+    except RingError:
+        return None
+    return view.run_name if view.owner_alive else None
+
+
+def refuse_used(path: Path) -> None:
+    """RingBusy where another run has the ring: better before the data is prepared than after."""
+    if (user := user_of(path)) is not None:
+        raise RingBusy(
+            f"ring.path: {path} is in use by run {user!r}: stop it, or set another ring.path"
+        )
+
+
 def _left_by(run_name: str, config: Config) -> RingSnapshot | None:
     """The dead ring of this run, or None. Waits for halves that the kernel is killing just now."""
     deadline = time.monotonic() + DYING_S
@@ -67,11 +86,9 @@ def _left_by(run_name: str, config: Config) -> RingSnapshot | None:
             view = snapshot(config.ring.path)
         except RingError:
             return None  # none, or nothing of use: `create` replaces it or says why not
-        if view.run_name != run_name:
-            return None
         if not any(party.status in LIVING for party in view.parties):
-            return view
-        if time.monotonic() > deadline:
+            return view if view.run_name == run_name else None
+        if view.owner_alive or time.monotonic() > deadline:
             return None  # `create` names the living
         time.sleep(0.1)
 

@@ -47,8 +47,13 @@ def percent(share: float) -> str:
     return f"{100 * min(share, 1.0):.0f}%"
 
 
-def who_waits(trainer_share: float, target_share: float) -> str:
-    """The bottleneck in words. Shares of the time that each side spent waiting for the other."""
+def who_waits(trainer_share: float, target_share: float, made_all: bool = False) -> str:
+    """The bottleneck in words. Shares of the time that each side spent waiting for the other.
+
+    `made_all`: the target has made the run's last slot, so it waits for nothing.
+    """
+    if made_all:
+        return "target is done"
     if max(trainer_share, target_share) < WAITS_FROM:
         return "nobody waits"
     if trainer_share >= target_share:
@@ -56,11 +61,12 @@ def who_waits(trainer_share: float, target_share: float) -> str:
     return f"target waits {percent(target_share)} for the trainer"
 
 
-def metrics_line(row: dict[str, Any]) -> str:
-    """One line of metrics.jsonl for people."""
+def metrics_line(row: dict[str, Any], made_all: bool = False) -> str:
+    """One line of metrics.jsonl for people; `made_all` as in `who_waits`."""
     steps = row["steps"]
     interval_s = max(row["interval_s"], 1e-9)
-    waits = who_waits(row["trainer_wait_s"] / interval_s, row["target_wait_s"] / interval_s)
+    shares = row["trainer_wait_s"] / interval_s, row["target_wait_s"] / interval_s
+    waits = who_waits(*shares, made_all)
     return (
         f"step {row['step']:{len(str(steps))}d}/{steps}  loss {row['loss']:.4f}"
         f"  tau_anchor {row['tau_anchor']:.3f}  accuracy {100 * row['accuracy']:.1f}%"
@@ -111,9 +117,13 @@ class Screen:
             self._bar.update(self._task, completed=step)
             self._bar.refresh()
 
-    def close(self) -> None:
+    def end_progress(self) -> None:
+        """What is said from now on stands below everything else."""
         with self._may_be_gone():
             self._stop_bar()
+
+    def close(self) -> None:
+        self.end_progress()
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -123,7 +133,11 @@ class Screen:
 
         # auto_refresh would be a thread, and children are started without threads around.
         self._bar = Progress(
-            BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(), auto_refresh=False
+            BarColumn(None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            auto_refresh=False,
+            transient=True,
         )
         self._task = self._bar.add_task("", total=steps)
         self._bar.start()

@@ -7,6 +7,7 @@ only between `open_ring` and the `finally` that destroys it.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from contextlib import closing
@@ -17,7 +18,7 @@ from dflash.prepare import Prepared
 
 from .preflight import Facts, check_early, refuse_early
 from .process import Child, Program, StopSignals, python, thread_env
-from .rings import close_ring, open_ring
+from .rings import close_ring, open_ring, refuse_used
 from .rundir import ROOT, RunDir, RunLock
 from .screen import Screen, seconds
 from .supervisor import LAST_LINES, MetricsTail, Supervisor
@@ -45,11 +46,12 @@ def run_command(config: Config, argv: list[str]) -> int:
         return 0
     check_early(config)
     refuse_early(config)
+    refuse_used(config.ring.path)
     with StopSignals() as signals, run.lock() as lock:
         previous = run.config() if run.exists() else None
         attempt = run.begin_attempt(config, argv)
         with closing(Screen(attempt / "launch.log")) as screen:
-            return _Session(run, config, previous, attempt, lock, screen, signals).run()
+            return _Session(run, config, previous, argv, attempt, lock, screen, signals).run()
 
 
 class _Session:
@@ -60,6 +62,7 @@ class _Session:
         run: RunDir,
         config: Config,
         previous: Config | None,
+        argv: list[str],
         attempt: Path,
         lock: RunLock,
         screen: Screen,
@@ -68,6 +71,7 @@ class _Session:
         self._run = run
         self._config = config
         self._previous = previous
+        self._argv = argv
         self._attempt = attempt
         self._lock = lock
         self._screen = screen
@@ -132,7 +136,7 @@ class _Session:
         word = "failed" if code in (1, 2) else "stopped"
         self._screen.line(f"run {self._run.name} {word} after {took}: {where}")
         if code != 2:
-            self._screen.line("  resume the same command")
+            self._screen.line(f"  resume {command_name()} {shlex.join(self._argv[1:])}")
 
 
 def prepare_program(config_file: Path, out: Path, logs: Path) -> Program:

@@ -62,7 +62,10 @@ class Status:
     def waits(self) -> str:
         if self.ring.closed:
             return "the run is over"
-        return who_waits(self.trainer.waiting, self.target.waiting)
+        if not any(party.status in LIVING for party in self.parties):
+            return "nobody is there"
+        made_all = self.ring.head >= self.ring.end_seq
+        return who_waits(self.trainer.waiting, self.target.waiting, made_all)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -189,7 +192,8 @@ def _status(place: Place, before: RingSnapshot, after: RingSnapshot) -> Status:
     for role, side in sides.items():
         mine = [party for party in parties if party.role == role]
         mean = sum(party.tokens / max(party.since_s, 1e-9) for party in mine)
-        flows[role] = Flow(side.slots_per_s, side.tok_per_s, side.gb_per_s, side.waiting, mean)
+        waiting = _share_waited(before, after, mine)
+        flows[role] = Flow(side.slots_per_s, side.tok_per_s, side.gb_per_s, waiting, mean)
     return Status(
         ring=after,
         target=flows["writer"],
@@ -201,6 +205,23 @@ def _status(place: Place, before: RingSnapshot, after: RingSnapshot) -> Status:
         level=level,
         problems=problems,
     )
+
+
+def _share_waited(before: RingSnapshot, after: RingSnapshot, mine: list[PartyView]) -> float:
+    """Of the time between two pictures, the mean over the parties; a wait that goes on counts."""
+    earlier = {(party.id, party.pid): _waited_s(party) for party in before.parties}
+    spans = [
+        _waited_s(party) - earlier[party.id, party.pid]
+        for party in mine
+        if (party.id, party.pid) in earlier
+    ]
+    share = sum(spans) / max(1, len(spans)) / (after.time_s - before.time_s)
+    return min(max(share, 0.0), 1.0)
+
+
+def _waited_s(party: PartyView) -> float:
+    """waited_s grows when a party wakes, at most 0.25 s apart, and it beats whenever it wakes."""
+    return party.waited_s + (party.heartbeat_age_s if party.waits_for else 0.0)
 
 
 def _newest_of_each_name(parties: list[PartyView]) -> tuple[PartyView, ...]:
@@ -223,7 +244,7 @@ def judge(ring: RingSnapshot, parties: tuple[PartyView, ...]) -> tuple[int, tupl
     if not ring.owner_alive and not living:
         broken.append("all its processes are dead: `run` again resumes, `ring destroy` removes it")
     degraded = [_trouble(party) for party in living if _trouble(party)]
-    if not ring.closed:
+    if living and not ring.closed:
         degraded += [f"{p.name} (pid {p.pid}) is {p.status}" for p in parties if p not in living]
     if not ring.owner_alive and living:
         degraded.append("its launcher is dead, and its processes are about to be")

@@ -63,6 +63,7 @@ class Supervisor:
         self._children: list[Child] = []
         self._suspects: set[str] = set()
         self._next_look = 0.0
+        self._made_all = False
 
     def run(self) -> int:
         """Start the halves and stay until they have ended; returns the exit code."""
@@ -76,6 +77,7 @@ class Supervisor:
         finally:
             for child in self._children:
                 child.close()
+            self._screen.end_progress()
 
     def _watch(self) -> int:
         while True:
@@ -104,7 +106,7 @@ class Supervisor:
                 self._screen.line(f"{child.name} ready (pid {child.pid}) {child.ready}".rstrip())
         if self._trainer.ready is not None:
             for row in self._metrics.new_rows():
-                self._screen.line(metrics_line(row))
+                self._screen.line(metrics_line(row, self._made_all))
                 self._screen.progress(row["step"], row["steps"])
 
     def _exited(self) -> Failure | None:
@@ -142,6 +144,7 @@ class Supervisor:
             view = snapshot(self._config.ring.path)
         except RingError as error:
             return Failure("ring", f"cannot be read any more: {error}", codes.FAILED)
+        self._made_all = view.head >= view.end_seq
         if self._trainer.ready is not None:
             train = self._config.train
             step = min(view.tail * train.passes_per_slot, train.steps)

@@ -37,6 +37,7 @@ def test_the_side_that_waits_is_named_with_its_share() -> None:
     assert who_waits(0.38, 0.1) == "trainer waits 38% for the target"
     assert who_waits(0.1, 0.995) == "target waits 100% for the trainer"
     assert who_waits(0.01, 0.019) == "nobody waits"
+    assert who_waits(0.0, 1.0, made_all=True) == "target is done"
 
 
 def test_one_line_says_it_all() -> None:
