@@ -18,6 +18,7 @@ with z the (soft-capped, where the target caps) logits. Loss = sum(m * w * l) / 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -81,28 +82,20 @@ class _FrozenHead(torch.autograd.Function):
         wants_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(hidden_RH.dtype, torch.float32)
-        loss_R = torch.empty(label_R.shape, dtype=wide, device=label_R.device)
-        nll_R, rank_R = torch.empty_like(loss_R), torch.empty_like(label_R)
         grad_RH = torch.empty_like(hidden_RH) if wants_grad else None
         raw_CV = head_VH.new_empty(min(rows, label_R.numel()), head_VH.shape[0])
         teacher_CV = None if teacher_RH is None else torch.empty_like(raw_CV)
+        parts = []
         for start in range(0, label_R.numel(), rows):
             part = slice(start, min(start + rows, label_R.numel()))
-            count = part.stop - part.start
-            torch.mm(hidden_RH[part], head_VH.T, out=raw_CV[:count])
+            raw = torch.mm(hidden_RH[part], head_VH.T, out=raw_CV[: part.stop - start])
+            teacher = None
             if teacher_RH is not None and teacher_CV is not None:
-                torch.mm(teacher_RH[part], head_VH.T, out=teacher_CV[:count])
-            for tile in _tiles(raw_CV[:count]):
-                at = slice(start + tile.start, start + tile.stop)
-                loss_R[at], nll_R[at], rank_R[at] = _rows(
-                    raw_CV[tile],
-                    label_R[at],
-                    None if teacher_CV is None else teacher_CV[tile],
-                    cap,
-                    wide,
-                )
+                teacher = torch.mm(teacher_RH[part], head_VH.T, out=teacher_CV[: len(raw)])
+            parts.append(_chunk(raw, label_R[part], teacher, cap, wide))
             if grad_RH is not None:
-                torch.mm(raw_CV[:count], head_VH, out=grad_RH[part])
+                torch.mm(raw, head_VH, out=grad_RH[part])
+        loss_R, nll_R, rank_R = (torch.cat(of) for of in zip(*parts, strict=True))
         ctx.save_for_backward(grad_RH)
         ctx.mark_non_differentiable(nll_R, rank_R)
         return loss_R, nll_R, rank_R
@@ -113,10 +106,15 @@ class _FrozenHead(torch.autograd.Function):
         return (grad_RH * grads[0][:, None]).to(grad_RH.dtype), None, None, None, None, None, None
 
 
-def _tiles(raw_CV: Tensor) -> list[slice]:
-    rows = max(1, TILE_BYTES[raw_CV.device.type] // (4 * raw_CV.shape[1]))
-    count = raw_CV.shape[0]
-    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
+def _chunk(
+    raw_CV: Tensor, label_C: Tensor, teacher_CV: Tensor | None, cap: float | None, wide: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """_rows a tile at a time."""
+    size = max(1, TILE_BYTES[raw_CV.device.type] // (4 * raw_CV.shape[1]))
+    teachers = itertools.repeat(None) if teacher_CV is None else teacher_CV.split(size)
+    tiles = zip(raw_CV.split(size), label_C.split(size), teachers, strict=False)
+    loss_C, nll_C, rank_C = zip(*(_rows(*tile, cap, wide) for tile in tiles), strict=True)
+    return torch.cat(loss_C), torch.cat(nll_C), torch.cat(rank_C)
 
 
 def _rows(

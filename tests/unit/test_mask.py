@@ -24,9 +24,9 @@ def scene(seed: int, blocks: int = 11) -> tuple[Tensor, Anchors, Tensor]:
         doc += [len(starts) - 1] * min(rng.randint(1, 12), 40 - len(doc))
     doc_T = torch.tensor(doc + [-1] * 6)
     valid = rng.randint(0, blocks)
-    position_A = torch.tensor(
-        sorted(rng.sample(range(40), valid)) + list(range(46))[: blocks - valid]
-    )
+    drawn = sorted(rng.sample(range(40), valid))
+    padding = list(range(45, 45 - blocks + valid, -1))  # stale positions: document -1, as theirs
+    position_A = torch.tensor(drawn + padding)
     valid_A = torch.arange(blocks) < valid
     doc_A = torch.where(valid_A, doc_T[position_A], -1)
     return doc_T, Anchors(position_A, valid_A, doc_A), torch.tensor(starts)[doc_A.clamp_min(0)]
