@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny_run import LAUNCH, environment, launch, losses, start, write_config
+from whole_run import LAUNCH, environment, launch, losses, start, write_config
 
 
 @pytest.fixture(scope="module")
