@@ -115,11 +115,12 @@ def check_config(config: dict[str, Any], arch: DrafterArch) -> None:
         "dflash_config.target_layer_ids": inner.get("target_layer_ids") == list(arch.taps)
         and max(arch.taps) < config["num_target_layers"],
         "layer_types": len(config["layer_types"]) == layers,
-        "sliding_window": ("sliding_attention" in config["layer_types"])
+        "sliding_window and use_sliding_window": ("sliding_attention" in config["layer_types"])
         == config["use_sliding_window"]
         == (window is not None),
         "max_window_layers": config["max_window_layers"] == layers,
-        "rope_theta": config["rope_theta"] == config["rope_parameters"].get("rope_theta"),
+        "rope_theta and rope_parameters": config["rope_theta"]
+        == config["rope_parameters"].get("rope_theta"),
         "is_causal": config.get("is_causal") == inner.get("causal") == arch.is_causal,
         "draft_vocab_size": "draft_vocab_size" not in config,
         # What is read back must be the drafter that was trained.
