@@ -28,6 +28,7 @@ OPTIONAL = {
     "flash-linear-attention": "fast hybrid (Gated DeltaNet) targets on GPU",
     "causal-conv1d": "fast hybrid (Gated DeltaNet) targets on GPU",
 }
+SHM: Path = RingConfig.model_fields["path"].default.parent
 SMALL_SHM = 1 << 30
 """Docker's default /dev/shm is 64 MiB; below this only toys fit."""
 
@@ -61,13 +62,12 @@ def _machine() -> Iterator[Finding]:
 
 
 def _shared_memory() -> Iterator[Finding]:
-    where: Path = RingConfig.model_fields["path"].default.parent
-    total = shutil.disk_usage(where).total
-    free, headroom = free_bytes(where)
+    total = shutil.disk_usage(SHM).total
+    free, headroom = free_bytes(SHM)
     rest = "" if headroom is None else f", the memory limit leaves {size(headroom)}"
-    yield Finding(f"{where}: {size(free)} of {size(total)} free{rest}")
+    yield Finding(f"{SHM}: {size(free)} of {size(total)} free{rest}")
     if total < SMALL_SHM:
-        yield Finding(f"{where} is small: docker run --shm-size=16g, or --ipc=host", True)
+        yield Finding(f"{SHM} is small: docker run --shm-size=16g, or --ipc=host", True)
 
 
 def _gpus() -> Iterator[Finding]:
@@ -92,11 +92,10 @@ def _packages() -> Iterator[Finding]:
 
 
 def _rings(command: str) -> Iterator[Finding]:
-    where: Path = RingConfig.model_fields["path"].default.parent
-    for path in sorted(where.glob("*/meta.bin")):
+    for path in sorted(SHM.glob("*/meta.bin")):
         if (line := _living(path.parent)) is not None:
             yield Finding(line)
-    for leftover in leftovers(where):
+    for leftover in leftovers(SHM):
         yield Finding(_remains(leftover, command), True)
 
 

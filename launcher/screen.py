@@ -57,8 +57,8 @@ def who_waits(trainer_share: float, target_share: float, made_all: bool = False)
     if max(trainer_share, target_share) < WAITS_FROM:
         return "nobody waits"
     if trainer_share >= target_share:
-        return f"trainer waits {percent(trainer_share)} for the target"
-    return f"target waits {percent(target_share)} for the trainer"
+        return f"trainer waits for the target ({percent(trainer_share)})"
+    return f"target waits for the trainer ({percent(target_share)})"
 
 
 def metrics_line(row: dict[str, Any], made_all: bool = False) -> str:

@@ -34,8 +34,8 @@ def test_bytes_in_words(value: float, text: str) -> None:
 
 
 def test_the_side_that_waits_is_named_with_its_share() -> None:
-    assert who_waits(0.38, 0.1) == "trainer waits 38% for the target"
-    assert who_waits(0.1, 0.995) == "target waits 100% for the trainer"
+    assert who_waits(0.38, 0.1) == "trainer waits for the target (38%)"
+    assert who_waits(0.1, 0.995) == "target waits for the trainer (100%)"
     assert who_waits(0.01, 0.019) == "nobody waits"
     assert who_waits(0.0, 1.0, made_all=True) == "target is done"
 
@@ -43,7 +43,7 @@ def test_the_side_that_waits_is_named_with_its_share() -> None:
 def test_one_line_says_it_all() -> None:
     assert metrics_line(ROW) == (
         "step  40/240  loss 3.2199  tau_anchor 1.219  accuracy 21.3%  1,235 tok/s"
-        "  ring 6/8 ready  target waits 38% for the trainer  ETA 4m10s"
+        "  ring 6/8 ready  target waits for the trainer (38%)  ETA 4m10s"
     )
 
 

@@ -173,7 +173,7 @@ writer.claim()
     assert child.stdout is not None and child.stdout.readline() == "full\n"
     status = look(Place(ring, None), 1.5)
     assert status.target.waiting > 0.25
-    assert status.waits.startswith("target waits ")
+    assert status.waits.startswith("target waits for the trainer")
     child.kill()
     child.wait()
 

@@ -124,7 +124,7 @@ def test_a_run_to_the_end_shows_its_lines_and_exits_0(
     assert code == 0
     out = capsys.readouterr().out
     assert "step 15/20  loss 2.5000  tau_anchor 1.250  accuracy 50.0%  1,234 tok/s" in out
-    assert "ring 3/4 ready  trainer waits 25% for the target  ETA 1m05s" in out
+    assert "ring 3/4 ready  trainer waits for the target (25%)  ETA 1m05s" in out
     assert "step 10/20" not in out  # of the attempt before
     assert "trainer_0 ready" in out and "target_0 ready" in out
 
