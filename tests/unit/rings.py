@@ -6,6 +6,7 @@ python tests/unit/rings.py write|read|hold PATH NAME ...     what `spawn` starts
 from __future__ import annotations
 
 import os
+import resource
 import secrets
 import subprocess
 import sys
@@ -83,12 +84,17 @@ def spawn(*argv: object, crash: str = "") -> subprocess.Popen[str]:
     root = Path(__file__).resolve().parents[2]
     env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "DFLASH_RING_CRASH": crash}
     return subprocess.Popen(
-        [sys.executable, __file__, *map(str, argv)], env=env, stdout=subprocess.PIPE, text=True
+        [sys.executable, __file__, *map(str, argv)],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 
 def say(*words: object) -> None:
-    print(*words, flush=True)
+    """One line, in one write: a forked child says something too."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
 def hear(process: subprocess.Popen[str]) -> list[str]:
@@ -146,6 +152,31 @@ def keep(path: str, name: str, epoch: str, seq: str) -> None:
     sys.stdin.read()
 
 
+def fork(path: str, name: str) -> None:
+    """Holds a claimed slot, and has a forked child that outlives it."""
+    writer = RingWriter(path, name, fields=FIELDS)
+    assert writer.claim() is not None
+    child = os.fork()
+    if child == 0:
+        try:
+            writer.claim()
+        except shm_ring.RingError as error:
+            say("child", error)
+        sys.stdin.read()
+        os._exit(0)
+    say("holds", child)
+    os.waitpid(child, 0)
+
+
+def limited(path: str, name: str, files: str) -> None:
+    """Joins with a hard limit of open files."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(files), int(files)))
+    try:
+        RingReader(path, name)
+    except shm_ring.RingError as error:
+        say("refused", error)
+
+
 def own(path: str, run_name: str) -> None:
     """Creates the ring and stays."""
     try:
@@ -157,7 +188,7 @@ def own(path: str, run_name: str) -> None:
     sys.stdin.read()
 
 
+ROLES = {f.__name__: f for f in (write, hold, read, keep, fork, limited, own)}
+
 if __name__ == "__main__":
-    {"write": write, "hold": hold, "read": read, "keep": keep, "own": own}[sys.argv[1]](
-        *sys.argv[2:]
-    )
+    ROLES[sys.argv[1]](*sys.argv[2:])
