@@ -186,7 +186,9 @@ def _picture(place: Place) -> RingSnapshot:
 
 def _status(place: Place, before: RingSnapshot, after: RingSnapshot) -> Status:
     parties = _newest_of_each_name(after.parties)
-    level, problems = judge(after, parties)
+    holder = None if place.run is None else place.run.holder()
+    stopping = holder is not None and holder.state == "stopping"
+    level, problems = judge(after, parties, ending=after.closed or stopping)
     sides = rates(before, after)
     flows = {}
     for role, side in sides.items():
@@ -200,7 +202,7 @@ def _status(place: Place, before: RingSnapshot, after: RingSnapshot) -> Status:
         trainer=flows["reader"],
         parties=parties,
         run=place.run,
-        holder=None if place.run is None else place.run.holder(),
+        holder=holder,
         metrics=None if place.run is None else place.run.last_metrics(),
         level=level,
         problems=problems,
@@ -231,8 +233,13 @@ def _newest_of_each_name(parties: list[PartyView]) -> tuple[PartyView, ...]:
     return tuple(newest[name] for name in sorted(newest))
 
 
-def judge(ring: RingSnapshot, parties: tuple[PartyView, ...]) -> tuple[int, tuple[str, ...]]:
-    """(level, what is wrong in words). A counter of past anomalies alone is no trouble now."""
+def judge(
+    ring: RingSnapshot, parties: tuple[PartyView, ...], ending: bool
+) -> tuple[int, tuple[str, ...]]:
+    """(level, what is wrong in words). A counter of past anomalies alone is no trouble now.
+
+    `ending`: the run is over or was asked to stop, so its processes may go.
+    """
     living = [party for party in parties if party.status in LIVING]
     broken = [
         f"slot {slot.seq} is poisoned: it failed {slot.failures} times, at last: "
@@ -244,7 +251,7 @@ def judge(ring: RingSnapshot, parties: tuple[PartyView, ...]) -> tuple[int, tupl
     if not ring.owner_alive and not living:
         broken.append("all its processes are dead: `run` again resumes, `ring destroy` removes it")
     degraded = [_trouble(party) for party in living if _trouble(party)]
-    if living and not ring.closed:
+    if living and not ending:
         degraded += [f"{p.name} (pid {p.pid}) is {p.status}" for p in parties if p not in living]
     if not ring.owner_alive and living:
         degraded.append("its launcher is dead, and its processes are about to be")

@@ -38,7 +38,8 @@ def brief_line(status: Status) -> str:
 
 def _heading(status: Status) -> str:
     ring = status.ring
-    launcher = f", launcher pid {status.holder.pid}" if status.holder is not None else ""
+    holder = status.holder
+    launcher = "" if holder is None else f", launcher {holder.state} (pid {holder.pid})"
     lines = [
         f"run {ring.run_name}: {LEVELS[status.level]}{_step(status)}{launcher}",
         *(f"  ! {problem}" for problem in status.problems),

@@ -237,3 +237,18 @@ def test_watch_in_a_pipe_gives_lines_until_the_ring_is_gone(
 def test_no_ring_has_no_path(tmp_path: Path) -> None:
     with pytest.raises(RingMissing, match="no run and no ring nix"):
         ring_path("nix")
+
+
+def test_a_gone_process_is_trouble_unless_the_run_is_ending(run: RunDir, ring: Path) -> None:
+    other = RingWriter(ring, "target_1")
+    code = f"import os, shm_ring; shm_ring.RingWriter({str(ring)!r}, 'target_0'); os._exit(1)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
+    place = Place(ring, run)
+    with run.lock() as lock:
+        lock.note("running")
+        status = look(place, 0.01)
+        assert status.level == DEGRADED and "target_0 (pid " in status.problems[0]
+        lock.note("stopping")
+        assert look(place, 0.01).level == OK
+        assert f"launcher stopping (pid {os.getpid()})" in status_text(look(place, 0.01))
+    other.leave()
