@@ -46,7 +46,7 @@ def run(run_dir: Path) -> int:
     ring = RingReader(config.ring.path, "trainer_0", fields=fields, verify=config.ring.verify)
     ring.rewind(state.slot)
     journal = Journal(run_dir / "metrics.jsonl", ring, config, state.step)
-    child.ready(f"step {state.step} of {steps}, {arch.num_parameters / 1e6:.1f} M parameters")
+    child.ready(f"step {state.step} of {steps}, {arch.num_parameters:,} parameters")
 
     def save() -> int:
         whole = checkpoint.snapshot(state, seq=state.slot, data_fingerprint=prepared.fingerprint)
@@ -97,8 +97,11 @@ class Journal:
 
     def __init__(self, path: Path, ring: RingReader, config: Config, step: int) -> None:
         self.path, self.ring, self.config = path, ring, config
-        kept = path.read_text().splitlines(keepends=True) if path.exists() else []
-        path.write_text("".join(line for line in kept if json.loads(line)["step"] <= step))
+        written = path.read_text().splitlines(keepends=True) if path.exists() else []
+        whole = [line for line in written if line.endswith("\n")]  # a kill may cut the last one
+        new = path.with_suffix(".tmp")
+        new.write_text("".join(line for line in whole if json.loads(line)["step"] <= step))
+        new.replace(path)
         self._restart(step)
 
     def write(self, state: TrainState) -> None:
