@@ -75,7 +75,9 @@ class MasterAdamW:
             {"params": [flat], "weight_decay": decay}
             for flat, decay in zip(flats, (weight_decay, 0.0), strict=True)
         ]
-        adamw = torch.optim.AdamW(groups, lr=self.lr, betas=betas, eps=eps, fused=True)
+        adamw = torch.optim.AdamW(
+            groups, lr=self.lr, betas=betas, eps=eps, fused=True, capturable=self.lr.is_cuda
+        )
         for flat, span in zip(flats, spans, strict=True):
             flat.grad = self.wide_grads[span]
             adamw.state[flat] = {
