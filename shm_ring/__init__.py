@@ -3,7 +3,7 @@
 It knows nothing of models. docs/ring.md has the byte layout and the table of states.
 """
 
-from .create import clear_closed, create
+from .creation import clear_closed, create
 from .errors import (
     LayoutMismatch,
     NoSpace,

@@ -34,6 +34,8 @@ def _request(kind: int, offset: int, length: int) -> bytes:
 class LockFile:
     """One descriptor of meta.bin and the locks taken by it; `writable=False` can only ask."""
 
+    fd = -1
+
     def __init__(self, path: Path, *, writable: bool = True) -> None:
         self.fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         _open_files.add(self)

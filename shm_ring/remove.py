@@ -33,17 +33,19 @@ def own(path: Path, lock: LockFile) -> None:
     _owned[path] = lock
 
 
+def owns(path: Path) -> bool:
+    """Whether this process owns the ring that is at `path` now."""
+    if path in _owned:
+        try:
+            check_place(path, _owned[path])
+        except RingMissing:
+            _owned.pop(path).close()
+    return path in _owned
+
+
 def owner_lock(path: Path) -> LockFile:
     """This process's lock file of the ring if it owns it, else a new one. Raises RingMissing."""
-    lock = _owned.get(path)
-    if lock is not None:
-        try:
-            check_place(path, lock)
-        except RingError:
-            del _owned[path]
-        else:
-            return lock
-    return open_lock(path)
+    return _owned[path] if owns(path) else open_lock(path)
 
 
 def require_nobody(path: Path, lock: LockFile, header: Header, meta: memoryview) -> None:

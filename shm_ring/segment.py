@@ -85,6 +85,8 @@ class Segment:
 
 
 def check_place(path: Path, lock: LockFile) -> None:
+    if lock.fd < 0:
+        raise RingMissing(f"{path} was left by this process, or it was forked from a party")
     try:
         there = (path / "meta.bin").stat()
     except OSError:

@@ -9,7 +9,7 @@ from pathlib import Path
 from .errors import NoSpace, RingError
 from .layout import Field, ring_bytes, slot_bytes
 
-CGROUPS = Path("/sys/fs/cgroup")
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _UNLIMITED = 2**62
 _SPARE_FILES = 64
 
@@ -46,7 +46,7 @@ _V1 = (
 def _memory_cgroups() -> list[tuple[Path, tuple[str, str, str, str]]]:
     """Directories from the process's own cgroup to the root. A container may see only the root."""
     found = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in OWN_CGROUP.read_text().splitlines():
         _, controllers, inside = line.split(":", 2)
         if controllers == "":
             root, names = CGROUPS, _V2

@@ -188,7 +188,12 @@ def own(path: str, run_name: str) -> None:
     sys.stdin.read()
 
 
-ROLES = {f.__name__: f for f in (write, hold, read, keep, fork, limited, own)}
+def start_again(path: str, end_seq: str) -> None:
+    """Takes over the ring of an ended run."""
+    shm_ring.clear_closed(path, int(end_seq))
+
+
+ROLES = {f.__name__: f for f in (write, hold, read, keep, fork, limited, own, start_again)}
 
 if __name__ == "__main__":
     ROLES[sys.argv[1]](*sys.argv[2:])

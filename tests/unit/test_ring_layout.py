@@ -25,7 +25,7 @@ from shm_ring import (
     ring_bytes,
 )
 from shm_ring import layout as at
-from shm_ring.create import _meta_bytes
+from shm_ring.creation import _meta_bytes
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -486,3 +488,10 @@ def test_garbage_gives_an_error_or_a_legal_state_never_more(
         return
     assert set(states(view)) <= {EMPTY, WRITING, QUARANTINE, REDO, READY, READING, CONSUMED, POISON}
     assert view.meta[at.TAIL] <= view.meta[at.HEAD] <= view.meta[at.END_SEQ]
+
+
+def test_every_crash_point_in_the_code_is_listed_once() -> None:
+    source = "".join(p.read_text() for p in Path(protocol.__file__).parent.glob("*.py"))
+    in_code = set(re.findall(r'crash_point\("([a-z_.]+)"\)', source))
+    listed = {name for names in crash.POINTS.values() for name in names}
+    assert in_code == listed

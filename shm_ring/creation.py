@@ -22,7 +22,16 @@ from .layout import Field, check_fields
 from .liveness import boot_id, pid_namespace, start_ticks
 from .locks import Control, LockFile
 from .protocol import rewind, settle
-from .remove import destroy, lock_directory, own, owner_lock, require_nobody, sweep, temporary_name
+from .remove import (
+    destroy,
+    lock_directory,
+    own,
+    owner_lock,
+    owns,
+    require_nobody,
+    sweep,
+    temporary_name,
+)
 from .segment import Segment, check_place, slot_path
 from .space import require_space
 from .state import EMPTY, NOBODY, pack_word
@@ -76,6 +85,8 @@ def create(
 
 def _make_room(path: Path) -> None:
     """Removes the ring of an ended run. An empty directory may stay; what is no ring is refused."""
+    if owns(path):
+        raise RingBusy(f"{path} belongs to a run of this very process: destroy it first")
     if path.exists() and not path.is_dir():
         raise RingError(f"{path} is a file: set ring.path to a new directory inside a tmpfs")
     with suppress(RingMissing, FileNotFoundError):  # another creator was faster

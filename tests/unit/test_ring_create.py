@@ -1,0 +1,487 @@
+"""Making, taking over and removing rings: races, dead creators, no room, wrong or damaged files."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import posix_ipc
+import pytest
+from rings import FIELDS, fill, hear, new_path, new_ring, spawn
+
+from shm_ring import (
+    LayoutMismatch,
+    NoSpace,
+    RingBusy,
+    RingError,
+    RingMissing,
+    RingReader,
+    RingWriter,
+    clear_closed,
+    create,
+    destroy,
+    free_bytes,
+    leftovers,
+    ring_bytes,
+    snapshot,
+    space,
+    sweep,
+)
+from shm_ring import layout as at
+from shm_ring.remove import owner_lock
+from shm_ring.segment import map_file
+from shm_ring.waiting import semaphore_name
+
+ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a tmpfs, which needs root")
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    path = new_path()
+    yield path
+    sweep(path)
+    if path.is_dir() and any(path.iterdir()):
+        destroy(path, force=True)
+    assert beside(path) == []
+
+
+def beside(path: Path) -> list[str]:
+    """Everything that bears the ring's name."""
+    return sorted(p.name for p in path.parent.glob(f"{path.name}*"))
+
+
+def disown(path: Path) -> None:
+    """As if the process that created the ring had died."""
+    owner_lock(path).close()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    process.stdout.close()
+
+
+# ---------------------------------------------------------------- who gets the path
+
+
+def test_a_second_creator_is_refused_with_the_name_of_the_run(path: Path) -> None:
+    creator = spawn("own", path, "first")
+    assert hear(creator) == ["created", "first"]
+    page = (path / "meta.bin").read_bytes()
+    with pytest.raises(RingBusy, match="run 'first', alive as process"):
+        new_ring(path, run_name="second")
+    assert (path / "meta.bin").read_bytes() == page
+    assert beside(path) == [path.name]
+    end(creator)
+
+
+def test_a_process_does_not_replace_its_own_ring(path: Path) -> None:
+    new_ring(path)
+    with pytest.raises(RingBusy, match="of this very process"):
+        new_ring(path)
+    destroy(path)
+    new_ring(path)
+
+
+def test_one_of_many_creators_wins(path: Path) -> None:
+    creators = [spawn("own", path, f"run_{i}") for i in range(5)]
+    answers = [hear(creator) for creator in creators]
+    assert sorted(words[0] for words in answers) == ["busy"] * 4 + ["created"]
+    winner = next(words[1] for words in answers if words[0] == "created")
+    assert snapshot(path).run_name == winner
+    assert beside(path) == [path.name]
+    for creator in creators:
+        end(creator)
+
+
+def test_the_ring_of_a_dead_run_is_replaced(path: Path) -> None:
+    creator = spawn("own", path, "first")
+    assert hear(creator) == ["created", "first"]
+    old = snapshot(path).ring_id
+    end(creator)
+    new_ring(path, run_name="second")
+    view = snapshot(path)
+    assert view.run_name == "second" and view.ring_id != old
+
+
+def test_a_ring_whose_party_lives_is_not_replaced(path: Path) -> None:
+    new_ring(path)
+    writer = RingWriter(path, "target_0")
+    disown(path)
+    with pytest.raises(RingBusy, match=f"target_0 is alive as process {os.getpid()}"):
+        new_ring(path)
+    with pytest.raises(RingBusy):
+        destroy(path)
+    with pytest.raises(RingBusy):
+        clear_closed(path, 5)
+    writer.leave()
+    new_ring(path)
+
+
+@pytest.mark.parametrize("point", ["create.dir", "create.file", "create.meta"])
+def test_what_a_dead_creator_left_is_swept(path: Path, point: str) -> None:
+    creator = spawn("own", path, "first", crash=point)
+    assert creator.wait() == -signal.SIGKILL
+    end(creator)
+    assert not path.exists()
+    assert len(beside(path)) == 1
+    assert [left.kind for left in leftovers(path.parent) if path.name in left.path.name] == ["half"]
+    new_ring(path)
+    assert beside(path) == [path.name]
+
+
+def test_a_creator_at_work_is_not_swept(path: Path) -> None:
+    creator = spawn("own", path, "first", crash="create.rename")
+    creator.wait()  # it died after the rename: the ring is complete, and nobody's
+    end(creator)
+    assert [left.kind for left in leftovers(path.parent) if left.path == path] == ["ring"]
+    half = path.with_name(f"{path.name}.tmp.1.00000000")
+    half.mkdir()
+    held = os.open(half, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    assert sweep(path) == []
+    os.close(held)
+    assert sweep(path) == [half]
+
+
+@pytest.mark.parametrize("point", ["remove.rename", "remove.semaphores"])
+def test_a_removal_that_dies_is_swept_with_its_semaphores(path: Path, point: str) -> None:
+    new_ring(path)
+    RingWriter(path, "target_0").leave()
+    ring_id = int(snapshot(path).ring_id, 16)
+    disown(path)
+    remover = spawn("own", path, "second", crash=point)
+    assert remover.wait() == -signal.SIGKILL
+    end(remover)
+    assert not path.exists()
+    sweep(path)
+    with pytest.raises(posix_ipc.ExistentialError):
+        posix_ipc.Semaphore(semaphore_name(ring_id, 0))
+
+
+# ---------------------------------------------------------------- taking over
+
+
+def test_the_ring_of_a_finished_run_is_taken_over(path: Path) -> None:
+    new_ring(path, slots=2, end_seq=1)
+    writer, reader = RingWriter(path, "target_0"), RingReader(path, "trainer_0")
+    lease = writer.claim()
+    assert lease is not None
+    writer.publish(lease, total_tok=fill(lease))
+    reader.done(reader.take(0))
+    reader.close_run()
+    assert writer.claim() is None
+    writer.leave()
+    reader.leave()
+    disown(path)
+    clear_closed(path, 3)
+    view = snapshot(path)
+    assert (view.closed, view.end_seq, view.epoch, view.owner_alive) == (False, 3, 2, True)
+    with pytest.raises(RingBusy):
+        new_ring(path)
+
+
+def test_the_ring_of_a_run_that_died_whole_is_taken_over(path: Path) -> None:
+    """WRITING, READING and POISON of the dead; a new run reaps, rewinds and goes through."""
+    new_ring(path, slots=4, end_seq=50)
+    writer = RingWriter(path, "target_0")
+    for _ in range(3):
+        lease = writer.claim()
+        assert lease is not None
+        writer.abort(lease)
+    second = RingWriter(path, "target_1")
+    writer._lock.close()  # as the kernel does
+    with pytest.raises(RingError):
+        second.claim()
+    second._lock.close()
+    dead = [spawn("hold", path, "target_2", 2), spawn("keep", path, "trainer_0", 1, 1)]
+    for process in dead:
+        end(process)
+    disown(path)
+
+    clear_closed(path, 6)
+    new_writer, reader = RingWriter(path, "target_0"), RingReader(path, "trainer_0")
+    reader.rewind(2)
+    for seq in range(2, 6):
+        lease = new_writer.claim()
+        assert lease is not None and lease.seq == seq
+        new_writer.publish(lease, total_tok=fill(lease))
+        reader.done(reader.take(seq))
+    reader.close_run()
+    assert new_writer.claim() is None
+
+
+@pytest.mark.parametrize("end_seq", [0, 1, 2, 9])
+def test_a_takeover_may_shorten_the_run(path: Path, end_seq: int) -> None:
+    new_ring(path, slots=4, end_seq=5)
+    writer = RingWriter(path, "target_0")
+    for _ in range(3):
+        assert writer.claim() is not None
+    writer.leave()
+    disown(path)
+    clear_closed(path, end_seq)
+    reader = RingReader(path, "trainer_0")
+    with pytest.raises(RingError):
+        reader.rewind(end_seq + 1)
+    reader.rewind(end_seq)
+    reader.close_run()
+    assert RingWriter(path, "target_0").claim() is None
+
+
+def test_a_takeover_that_dies_is_done_again(path: Path) -> None:
+    new_ring(path, end_seq=5)
+    disown(path)
+    for point in ("clear.rewound", "clear.end"):
+        starter = spawn("start_again", path, 9, crash=point)
+        assert starter.wait() == -signal.SIGKILL
+        end(starter)
+    clear_closed(path, 9)
+    assert snapshot(path).end_seq == 9 and snapshot(path).epoch == 4
+
+
+# ---------------------------------------------------------------- removing
+
+
+def test_nothing_stays_after_destroy(path: Path) -> None:
+    new_ring(path)
+    ring_id = snapshot(path).ring_id
+    for name in ("target_0", "trainer_0"):
+        RingWriter(path, name).leave()
+    assert list(Path("/dev/shm").glob(f"*{ring_id}*"))
+    destroy(path)
+    assert not list(Path("/dev/shm").glob(f"*{ring_id}*"))
+    assert beside(path) == []
+    with pytest.raises(RingMissing, match=f"no ring at {path}"):
+        destroy(path)
+
+
+def test_a_directory_that_is_no_ring_is_left_alone(path: Path) -> None:
+    path.mkdir()
+    (path / "thesis.txt").write_text("mine")
+    for attempt in (lambda: new_ring(path), lambda: destroy(path, force=True)):
+        with pytest.raises(RingError, match="holds files that no ring has"):
+            attempt()
+    (path / "thesis.txt").unlink()
+    new_ring(path)  # an empty directory may be used
+
+
+def test_a_file_in_the_way_is_refused(path: Path) -> None:
+    path.write_text("mine")
+    with pytest.raises(RingError, match="is a file"):
+        new_ring(path)
+    path.unlink()
+
+
+def test_semaphores_without_a_ring_are_leftovers() -> None:
+    name = semaphore_name(0xABCDEF, 3)
+    posix_ipc.Semaphore(name, posix_ipc.O_CREAT).close()
+    found = [left.path.name for left in leftovers() if left.kind == "semaphores"]
+    assert f"sem.{name[1:]}" in found
+    posix_ipc.unlink_semaphore(name)
+
+
+# ---------------------------------------------------------------- room
+
+
+def test_too_many_slots_are_refused_with_the_number_that_fits(path: Path, monkeypatch: Any) -> None:
+    free = ring_bytes(FIELDS, 7)
+    monkeypatch.setattr(space, "free_bytes", lambda _: (free, None))
+    with pytest.raises(NoSpace, match=r"8 slots need .*ring\.slots=7 would fit.*--shm-size"):
+        new_ring(path, slots=8)
+    assert beside(path) == []
+    new_ring(path, slots=7)
+
+
+def test_the_memory_limit_of_the_container_counts_too(path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(space, "free_bytes", lambda _: (10**12, ring_bytes(FIELDS, 2)))
+    with pytest.raises(NoSpace, match=r"container leaves .*ring\.slots=2 would fit.*--memory"):
+        new_ring(path, slots=3)
+
+
+CGROUP_CASES = {
+    "v2": (
+        "0::/a/b\n",
+        {
+            "a/memory.max": "1000",
+            "a/memory.current": "700",
+            "a/memory.stat": "inactive_file 30\nactive_file 20\nshmem 5\n",
+            "a/b/memory.max": "max",
+            "a/b/memory.current": "600",
+            "a/b/memory.stat": "inactive_file 1\n",
+        },
+        350,
+    ),
+    "v1": (
+        "4:cpu:/x\n3:memory:/a\n0::/\n",
+        {
+            "memory/a/memory.limit_in_bytes": "9223372036854771712",
+            "memory/a/memory.usage_in_bytes": "5",
+            "memory/a/memory.stat": "total_inactive_file 1\n",
+            "memory/memory.limit_in_bytes": "500",
+            "memory/memory.usage_in_bytes": "450",
+            "memory/memory.stat": "total_inactive_file 10\ntotal_active_file 5\n",
+        },
+        65,
+    ),
+    "over": (
+        "0::/\n",
+        {"memory.max": "10", "memory.current": "90", "memory.stat": "inactive_file 1\n"},
+        0,
+    ),
+    "none": ("0::/\n", {}, None),
+}
+
+
+@pytest.mark.parametrize("case", CGROUP_CASES)
+def test_cgroup_headroom(case: str, tmp_path: Path, monkeypatch: Any) -> None:
+    mine, files, headroom = CGROUP_CASES[case]
+    (tmp_path / "mine").write_text(mine)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(space, "CGROUPS", tmp_path)
+    monkeypatch.setattr(space, "OWN_CGROUP", tmp_path / "mine")
+    assert space.cgroup_headroom() == headroom
+
+
+def test_free_bytes_of_a_path_that_does_not_exist_yet(path: Path) -> None:
+    stat = os.statvfs("/dev/shm")
+    assert abs(free_bytes(path / "deeper")[0] - stat.f_bavail * stat.f_frsize) < 2**28
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", tmp_path], check=True)
+    yield tmp_path
+    subprocess.run(["umount", tmp_path], check=True)
+
+
+@ROOT_ONLY
+def test_a_tmpfs_of_16_mb_is_refused_before_and_while_it_fills(
+    small_tmpfs: Path, monkeypatch: Any
+) -> None:
+    path = small_tmpfs / "ring"
+    slots = 16 * 2**20 // at.slot_bytes(FIELDS) + 1
+    with pytest.raises(NoSpace, match=r"ring\.slots=\d+ would fit"):
+        new_ring(path, slots=slots)
+    monkeypatch.setattr("shm_ring.creation.require_space", lambda *_: None)
+    with pytest.raises(NoSpace, match="no space left"):
+        new_ring(path, slots=slots)
+    assert list(small_tmpfs.iterdir()) == []
+    stat = os.statvfs(small_tmpfs)
+    assert stat.f_bfree == stat.f_blocks
+
+
+@ROOT_ONLY
+def test_a_read_only_file_system_is_one_line(small_tmpfs: Path) -> None:
+    path = new_ring(small_tmpfs / "ring")
+    disown(path)
+    subprocess.run(["mount", "-o", "remount,ro", small_tmpfs], check=True)
+    for attempt in (
+        lambda: new_ring(small_tmpfs / "other"),
+        lambda: RingReader(path, "trainer_0"),
+        lambda: destroy(path),
+    ):
+        with pytest.raises(RingError, match="Read-only file system"):
+            attempt()
+    assert snapshot(path).slot_count == 4
+
+
+def test_too_few_open_files_are_one_line(path: Path) -> None:
+    new_ring(path, slots=8)
+    process = spawn("limited", path, "trainer_0", 100)
+    answer = hear(process)
+    assert answer[0] == "refused" and "the limit is 100" in " ".join(answer)
+    end(process)
+
+
+# ---------------------------------------------------------------- what is refused at attaching
+
+
+def set_word(path: Path, word: int, value: int) -> None:
+    at.words(memoryview(map_file(path / "meta.bin", at.META_BYTES, writable=True)))[word] = value
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "says"),
+    [
+        (at.MAGIC_WORD, 5, "no ring's magic number"),
+        (at.VERSION_WORD, 9, "layout version 9, this program 1"),
+        (at.LAYOUT_HASH, 5, "damaged: its layout hash"),
+        (at.SLOT_COUNT, 5000, "damaged: 5000 slots"),
+        (at.BOOT_ID, 5, "an earlier boot of this machine"),
+        (at.EPOCH, 7, "damaged: epoch 7, settled 1"),
+        (at.HEAD, 5000, "damaged: head 5000, end 1000"),
+    ],
+)
+def test_a_changed_meta_bin_is_one_line(path: Path, word: int, value: int, says: str) -> None:
+    new_ring(path)
+    set_word(path, word, value)
+    with pytest.raises(RingError, match=says):
+        RingWriter(path, "target_0", fields=FIELDS)
+
+
+def test_no_ring_is_one_line(path: Path) -> None:
+    for attempt in (RingWriter, RingReader):
+        with pytest.raises(RingMissing, match=f"no ring at {path}"):
+            attempt(path, "target_0")
+    with pytest.raises(RingMissing):
+        clear_closed(path, 5)
+
+
+def test_missing_and_short_files_are_named(path: Path) -> None:
+    new_ring(path)
+    with (path / "slot_0001" / "ids.bin").open("r+b") as file:
+        file.truncate(8)
+    with pytest.raises(RingError, match=r"slot_0001/ids\.bin is damaged: 8 bytes, not 256"):
+        RingWriter(path, "target_0")
+    (path / "slot_0000" / "lm.bin").unlink()
+    with pytest.raises(RingError, match=r"slot_0000/lm\.bin cannot be opened"):
+        RingWriter(path, "target_0")
+
+
+def test_an_unreadable_ring_is_destroyed_only_by_force(path: Path) -> None:
+    new_ring(path)
+    disown(path)
+    set_word(path, at.MAGIC_WORD, 5)
+    for attempt in (lambda: destroy(path), lambda: new_ring(path)):
+        with pytest.raises(LayoutMismatch, match="destroy with force"):
+            attempt()
+    destroy(path, force=True)
+    assert beside(path) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"slots": 0},
+        {"slots": 4097},
+        {"end_seq": -1},
+        {"run_name": "x" * 65},
+        {"quarantine_s": -1},
+        {"fields": ()},
+    ],
+)
+def test_wrong_arguments_are_refused(path: Path, wrong: dict[str, Any]) -> None:
+    good = {"fields": FIELDS, "slots": 4, "end_seq": 9, "run_name": "x"}
+    with pytest.raises(RingError):
+        create(path, **(good | wrong))
+
+
+def test_a_missing_parent_directory_is_named(path: Path) -> None:
+    with pytest.raises(RingError, match=f"{path} is no directory"):
+        new_ring(path / "ring")
+
+
+def test_ownership_ends_with_the_lock(path: Path) -> None:
+    new_ring(path)
+    assert snapshot(path).owner_alive
+    disown(path)
+    assert not snapshot(path).owner_alive
