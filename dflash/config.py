@@ -114,7 +114,7 @@ class DrafterConfig(Section):
 class RingConfig(Section):
     path: Path = Path("/dev/shm/hs_ring")
     slots: Annotated[int, Field(ge=2, le=4096)] = 8
-    max_tokens: Annotated[int, Field(ge=16)] = 4096
+    max_tokens: Annotated[int, Field(ge=16, le=2**21)] = 4096
     """Packed tokens of a slot (T)."""
     max_docs: Annotated[int, Field(ge=1, le=65536)] = 64
     """Documents of a slot (D)."""
@@ -132,7 +132,7 @@ class TrainConfig(Section):
     gamma: Positive | None = None
     """Of `decay`: w_k = exp(-(k-1)/gamma). None: DFlash's for the block (16: 7, 10: 5, 8: 4)."""
     dpace_alpha: Annotated[float, Field(gt=0, le=1)] = 0.5
-    anchor_density: Positive = 64.0
+    anchor_density: Annotated[float, Field(gt=0, le=1000)] = 64.0
     """Anchors per 1,000 tokens of a slot: with ring.max_tokens it fixes the anchors of a step."""
     passes_per_slot: Count = 1
     """Optimizer steps on one slot, each with fresh anchors."""

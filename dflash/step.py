@@ -75,6 +75,7 @@ class TrainState:
         """A fresh drafter in config.drafter's dtype and device; its final norm starts from the
         target's, if given."""
         device = torch.device(config.drafter.device)
+        assert ends.embed_VH.dtype == ends.head_VH.dtype == DTYPES[config.drafter.dtype]
         drafter = DFlashDrafter(arch)
         drafter.init_weights(config.run.seed, ends.norm_H, zero_centred_norm)
         drafter.to(device, DTYPES[config.drafter.dtype])
