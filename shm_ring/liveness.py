@@ -112,24 +112,13 @@ def proved_dead(lock: LockFile, record: Record) -> bool:
     return start_ticks(record.pid) != record.start_ticks
 
 
-def find_dead(view: View, lock: LockFile, me: int | None = None) -> set[int]:
-    """Parties that joined and are proved dead, and those already marked so."""
-    records = [read_record(view.meta, index) for index in range(at.MAX_PARTIES)]
-    return {
-        record.index
-        for record in records
-        if record.index != me
-        and (record.state == DEAD or (record.state == JOINED and proved_dead(lock, record)))
-    }
-
-
-def live_parties(meta: memoryview, lock: LockFile, me: int | None = None) -> list[Record]:
+def joined(meta: memoryview) -> list[Record]:
     records = [read_record(meta, index) for index in range(at.MAX_PARTIES)]
-    return [
-        record
-        for record in records
-        if record.state == JOINED and record.index != me and not proved_dead(lock, record)
-    ]
+    return [record for record in records if record.state == JOINED]
+
+
+def live_parties(meta: memoryview, lock: LockFile) -> list[Record]:
+    return [record for record in joined(meta) if not proved_dead(lock, record)]
 
 
 class PartyRecord:
@@ -214,13 +203,15 @@ def reap_due(meta: memoryview, now: int) -> bool:
 def reap_pass(view: View, lock: LockFile, me: int | None = None) -> int:
     """Under CTRL: marks the dead, lets go of their slots. Returns the number of slots changed."""
     now = time.monotonic_ns()
-    dead = find_dead(view, lock, me)
-    for index in dead:
-        record = PartyRecord(view.meta, index)
-        if read_record(view.meta, index).state == JOINED:
-            record.set_state(DEAD)
-            count(view, "died", now)
-            crash_point("reap.party")
-    changed = reap(view, dead, now)
+    alive = set()
+    for record in joined(view.meta):
+        if record.index == me or not proved_dead(lock, record):
+            alive.add(record.index)
+            continue
+        PartyRecord(view.meta, record.index).set_state(DEAD)
+        count(view, "died", now)
+        crash_point("reap.party")
+    # A slot whose owner never joined, or has left, is damage: that owner is as good as dead.
+    changed = reap(view, set(range(at.MAX_PARTIES)) - alive, now)
     view.meta[at.REAPED_NS] = now
     return changed

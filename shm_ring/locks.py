@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 from .crash import crash_point
@@ -105,6 +106,8 @@ class Control:
         self._take = _request(fcntl.F_WRLCK, CTRL_LOCK, 1)
         self._free = _request(fcntl.F_UNLCK, CTRL_LOCK, 1)
         self.slow = False
+        self.beat: Callable[[int], None] = lambda now: None
+        """Called now and then while waiting: who waits for a stopped holder is not silent."""
 
     def __enter__(self) -> None:
         if self._thread == threading.get_ident():
@@ -126,7 +129,9 @@ class Control:
         while not self._file.apply(self._take):
             time.sleep(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
             tries += 1
-            if time.monotonic_ns() - start > limit_ns:
+            now = time.monotonic_ns()
+            self.beat(now)
+            if now - start > limit_ns:
                 raise RingBusy(
                     f"process {self._meta[CTRL_OWNER] >> 32} has held the ring's lock for "
                     f"{limit_ns / 1e9:.0f} s; if it is stopped, kill -CONT or -KILL it"

@@ -90,6 +90,7 @@ class Party:
             self._record = join(self._view, self._lock, role, name, now)
             self.id = self._control.party = self._record.index
             self._bells = Bells(self._segment.header.ring_id, self.id)
+        self._control.beat = self._record.beat
         self._checked_ns = now
 
     @property
@@ -140,8 +141,9 @@ class Party:
             self._reap()
 
     def _reap(self) -> None:
-        """By one party at a time; who does not get the lock leaves it to who has it."""
-        if not self._lock.try_lock(at.REAPER_LOCK):
+        """By one party at a time. CTRL alone makes it safe: a stopped reaper is passed over."""
+        overdue_ns = time.monotonic_ns() - self._view.meta[at.REAPED_NS]
+        if not self._lock.try_lock(at.REAPER_LOCK) and overdue_ns < 8 * self._view.meta[at.REAP_NS]:
             return
         try:
             if self._change(lambda _: reap_pass(self._view, self._lock, self.id)):
@@ -158,6 +160,7 @@ class Party:
 
     def _wait(self, attempt: Callable[[], T | None], kind: int, stop: Stop) -> T:
         """Repeats `attempt` until it gives something: at a bell, or after 0.01 to 0.25 s."""
+        self._raise_if_stopped(stop)
         found = attempt()
         if found is not None:
             return found
@@ -165,8 +168,7 @@ class Party:
         self._record.set_waiting(kind)
         try:
             while (found := attempt()) is None:
-                if stop is not None and stop():
-                    raise Stopped(f"{self.name} was told to stop while it waited for the ring")
+                self._raise_if_stopped(stop)
                 start = time.monotonic_ns()
                 woken = self._bells.wait(pause)
                 self._record.add_wait(time.monotonic_ns() - start)
@@ -177,6 +179,10 @@ class Party:
         if not woken:
             self._notes.append("late_wakeup")
         return found
+
+    def _raise_if_stopped(self, stop: Stop) -> None:
+        if stop is not None and stop():
+            raise Stopped(f"{self.name} was told to stop")
 
     def _raise_if_poisoned(self) -> None:
         found = poisoned(self._view)

@@ -41,6 +41,8 @@ class ReadLease(Lease):
         super().__init__(segment, token)
         words = segment.view.slots[token.slot]
         self.total_tok = int(words[at.TOTAL_TOK])
+        if self.total_tok > segment.view.max_tokens:
+            raise RingError(f"slot {token.slot} is damaged: {self.total_tok} tokens")
         self.sums = tuple(words[at.SUMS : at.SUMS + words[at.SUM_COUNT]])
         """One a field, mod 2**64; empty when the writer made none."""
 
@@ -62,7 +64,8 @@ class RingWriter(Party):
     def claim(self, stop: Stop = None) -> WriteLease | None:
         """Blocks for the next slot to fill; None when the run is over.
 
-        Raises Poisoned, Stopped, or RingMissing when the ring was removed.
+        Raises Poisoned, Stopped, or RingMissing when the ring was removed. `stop` is asked first,
+        and at each wake-up.
         """
         token = self._wait(lambda: self._change(self._try_claim), WAITS_FREE, stop)
         return None if token is _OVER else WriteLease(self._segment, token)
@@ -150,6 +153,9 @@ class RingReader(Party):
         token = protocol.take(self._view, seq, self.id, now)
         if token is None:
             self._raise_if_poisoned()
+            tail, end = self._view.meta[at.TAIL], self._view.meta[at.END_SEQ]
+            if not tail <= seq < end:
+                raise RingError(f"seq {seq} will not come: the ring has {tail} to {end - 1} to go")
         return token
 
     def _sums_fit(self, lease: ReadLease) -> bool:

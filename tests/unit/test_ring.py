@@ -159,10 +159,26 @@ def test_waits_end_when_stop_says_so(path: Path) -> None:
         reader.take(0, stop=lambda: next(answers))
     assert reader.waited_s > 0
     writer = writer_of(path)
-    for _ in range(4):
-        claimed(writer)
     with pytest.raises(Stopped):
-        writer.claim(stop=lambda: True)
+        writer.claim(stop=lambda: True)  # though there are free slots
+    assert slot_states(path) == ["EMPTY"] * 4
+
+
+def test_a_seq_that_cannot_come_is_refused(path: Path) -> None:
+    writer, reader = writer_of(path), reader_of(path)
+    publish_one(writer)
+    reader.done(reader.take(0))
+    for seq in (0, 1000):
+        with pytest.raises(RingError, match=f"seq {seq} will not come: .* has 1 to 999"):
+            reader.take(seq)
+
+
+def test_a_slot_whose_owner_never_was_is_let_go(path: Path) -> None:
+    writer = writer_of(path)
+    claimed(writer)
+    page = map_file(path / "slot_0000" / "ready.bin", at.READY_BYTES, writable=True)
+    at.words(memoryview(page))[at.WORD] += 9 << 16
+    until(lambda: claimed(writer).seq == 0)
 
 
 def test_a_lease_works_once(path: Path) -> None:
