@@ -17,8 +17,17 @@ from pathlib import Path
 import numpy as np
 
 import shm_ring
-from shm_ring import Field, RingReader, RingWriter, create, hidden_state_fields
+from shm_ring import (
+    Field,
+    RingReader,
+    RingWriter,
+    WriteLease,
+    create,
+    hidden_state_fields,
+    snapshot,
+)
 from shm_ring import layout as at
+from shm_ring.segment import map_file
 from shm_ring.state import EMPTY, NOBODY, View, pack_word
 
 T, D = 32, 4
@@ -77,6 +86,38 @@ def holds_payload(lease: shm_ring.ReadLease) -> bool:
         for field, size in valid
         if field.name != "total_tok"
     )
+
+
+def writer_of(path: Path, name: str = "target_0", **options: bool) -> RingWriter:
+    return RingWriter(path, name, fields=FIELDS, **options)
+
+
+def reader_of(path: Path, name: str = "trainer_0", **options: bool) -> RingReader:
+    return RingReader(path, name, fields=FIELDS, **options)
+
+
+def claimed(writer: RingWriter) -> WriteLease:
+    lease = writer.claim()
+    assert lease is not None
+    return lease
+
+
+def publish_one(writer: RingWriter) -> int:
+    lease = claimed(writer)
+    assert writer.publish(lease, total_tok=fill(lease))
+    return lease.seq
+
+
+def counted(path: Path, name: str) -> int:
+    return snapshot(path).counters[name][0]
+
+
+def slot_states(path: Path) -> list[str]:
+    return [slot.state for slot in snapshot(path).slots]
+
+
+def set_meta(path: Path, word: int, value: int) -> None:
+    at.words(memoryview(map_file(path / "meta.bin", at.META_BYTES, writable=True)))[word] = value
 
 
 def spawn(*argv: object, crash: str = "") -> subprocess.Popen[str]:

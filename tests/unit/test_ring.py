@@ -1,31 +1,27 @@
-"""Writers and readers on a real ring: processes that are killed, stopped and forked; hints lost."""
+"""Writers and readers on a real ring, one call after the other: leases, ends, refusals, sums."""
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import posix_ipc
 import pytest
 from rings import (
     FIELDS,
-    QUARANTINE_S,
+    claimed,
+    counted,
     fill,
-    hear,
     holds_payload,
     new_path,
     new_ring,
-    payload,
-    spawn,
+    publish_one,
+    reader_of,
+    slot_states,
     tokens,
     until,
+    writer_of,
 )
 
 from shm_ring import (
@@ -33,21 +29,12 @@ from shm_ring import (
     ReadLease,
     RingBusy,
     RingError,
-    RingMissing,
-    RingReader,
-    RingWriter,
     StaleLease,
     Stopped,
-    WriteLease,
     destroy,
-    snapshot,
 )
 from shm_ring import layout as at
-from shm_ring.locks import Control, LockFile
 from shm_ring.segment import map_file
-from shm_ring.waiting import LONGEST_WAIT_S, Bells, semaphore_name
-
-Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
@@ -56,59 +43,6 @@ def path() -> Iterator[Path]:
     yield path
     if path.exists():
         destroy(path, force=True)
-
-
-@pytest.fixture
-def start(path: Path) -> Iterator[Start]:
-    """Starts rings.py roles on this ring; kills them at the end."""
-    started: list[subprocess.Popen[str]] = []
-
-    def begin(role: str, *argv: object, crash: str = "", on: Path = path) -> Any:
-        started.append(spawn(role, on, *argv, crash=crash))
-        return started[-1]
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None and process.stdin is not None
-        process.stdout.close()
-        process.stdin.close()
-
-
-def writer_of(path: Path, name: str = "target_0", **options: Any) -> RingWriter:
-    return RingWriter(path, name, fields=FIELDS, **options)
-
-
-def reader_of(path: Path, name: str = "trainer_0", **options: Any) -> RingReader:
-    return RingReader(path, name, fields=FIELDS, **options)
-
-
-def claimed(writer: RingWriter) -> WriteLease:
-    lease = writer.claim()
-    assert lease is not None
-    return lease
-
-
-def publish_one(writer: RingWriter) -> int:
-    lease = claimed(writer)
-    assert writer.publish(lease, total_tok=fill(lease))
-    return lease.seq
-
-
-def counted(path: Path, name: str) -> int:
-    return snapshot(path).counters[name][0]
-
-
-def slot_states(path: Path) -> list[str]:
-    return [slot.state for slot in snapshot(path).slots]
-
-
-def set_meta(path: Path, word: int, value: int) -> None:
-    at.words(memoryview(map_file(path / "meta.bin", at.META_BYTES, writable=True)))[word] = value
-
-
-# ---------------------------------------------------------------- one after the other
 
 
 def test_what_is_written_is_read(path: Path) -> None:
@@ -344,280 +278,3 @@ def test_sums_may_come_from_the_device(path: Path) -> None:
     assert taken.sums == (5, 2**64 - 1)
     assert reader.reject(taken)
     assert slot_states(path)[0] == "REDO"
-
-
-# ---------------------------------------------------------------- processes
-
-
-def test_two_processes_through_a_small_ring(path: Path, start: Start) -> None:
-    reader = reader_of(path)
-    reader.rewind(0)
-    start("write", "target_0")
-    for seq in range(60):
-        lease = reader.take(seq)
-        assert holds_payload(lease)
-        reader.done(lease)
-
-
-def second_words(process: subprocess.Popen[str], first: str) -> list[int]:
-    """The numbers that it said, to its end."""
-    lines = [line.split() for line in process.communicate(timeout=60)[0].splitlines()]
-    return [int(line[1]) for line in lines if line[0] == first]
-
-
-def test_three_writers_and_two_readers(start: Start) -> None:
-    path = new_ring(new_path(), slots=10, end_seq=80)
-    closer = reader_of(path, "closer")
-    epoch = closer.rewind(0)
-    writers = [start("write", f"target_{i}", on=path) for i in range(3)]
-    readers = [start("read", f"trainer_{i}", epoch, i, 2, 40, on=path) for i in (0, 1)]
-    took = [second_words(reader, "took") for reader in readers]
-    closer.close_run()
-    claims = [seq for writer in writers for seq in second_words(writer, "claimed")]
-    closer.leave()
-    assert took == [list(range(0, 80, 2)), list(range(1, 80, 2))]
-    assert sorted(claims) == list(range(80))
-    assert [process.returncode for process in (*writers, *readers)] == [0] * 5
-    view = snapshot(path)
-    assert (view.head, view.tail) == (80, 80)
-    assert view.counters["acknowledged"][0] == view.counters["published"][0] == 80
-    destroy(path)
-
-
-def test_a_writer_killed_while_writing_is_redone_after_quarantine(path: Path, start: Start) -> None:
-    holder = start("hold", "target_0", 1)
-    assert hear(holder) == ["holds", "1"]
-    reader = reader_of(path)
-    holder.kill()
-    holder.wait()
-    writer = writer_of(path, "target_1")
-    assert slot_states(path)[1] == "QUARANTINE"
-    until(lambda: publish_one(writer) == 1)
-    lease = reader.take(1)
-    assert holds_payload(lease)
-    assert [counted(path, n) for n in ("died", "quarantined", "reclaimed_writing")] == [1, 1, 1]
-
-
-def test_a_reader_killed_while_reading_is_followed_by_another(path: Path, start: Start) -> None:
-    writer = writer_of(path)
-    publish_one(writer)
-    keeper = start("keep", "trainer_0", 1, 0)
-    assert hear(keeper) == ["keeps", "0"]
-    keeper.kill()
-    keeper.wait()
-    reader = reader_of(path, "trainer_1")
-    lease = reader.take(0)
-    assert holds_payload(lease)
-    assert counted(path, "redelivered") == 1
-    assert snapshot(path).slots[0].deliveries == 2
-
-
-def test_three_killed_readers_of_one_seq_are_poison(path: Path, start: Start) -> None:
-    publish_one(writer_of(path))
-    for i in range(3):
-        keeper = start("keep", f"trainer_{i}", 1, 0)
-        assert hear(keeper) == ["keeps", "0"]
-        keeper.kill()
-        keeper.wait()
-    with pytest.raises(Poisoned, match="seq 0 failed 3 times, at last because its reader died"):
-        reader_of(path, "trainer_3").take(0)
-
-
-def test_a_stopped_writer_is_suspect_keeps_its_slot_and_goes_on(path: Path, start: Start) -> None:
-    set_meta(path, at.SUSPECT_NS, 50_000_000)
-    holder = start("hold", "target_0", 0)
-    hear(holder)
-    holder.send_signal(signal.SIGSTOP)
-    reader = reader_of(path)
-    until(lambda: snapshot(path).parties[0].status == "suspect")
-    writer = writer_of(path, "target_1")
-    assert claimed(writer).seq == 1
-    assert slot_states(path)[0] == "WRITING"
-    holder.send_signal(signal.SIGCONT)
-    assert holder.stdin is not None
-    holder.stdin.close()  # ends its pause
-    lease = reader.take(0)
-    assert holds_payload(lease)
-    assert counted(path, "died") == 0
-
-
-def test_a_writer_that_slept_through_a_rewind_is_refused(path: Path, start: Start) -> None:
-    holder = start("hold", "target_0", 0)
-    hear(holder)
-    holder.send_signal(signal.SIGSTOP)
-    reader = reader_of(path)
-    reader.rewind(5)
-    writer = writer_of(path, "target_1")
-    assert publish_one(writer) == 5
-    assert slot_states(path)[0] == "WRITING"
-    holder.send_signal(signal.SIGCONT)
-    assert holder.stdin is not None
-    holder.stdin.close()
-    until(lambda: counted(path, "refused_epoch") == 1)
-    assert holds_payload(reader.take(5))
-    assert holds_payload(reader.take(6))  # by the one that slept
-
-
-def test_a_forked_child_neither_uses_nor_keeps_its_parents_place(path: Path, start: Start) -> None:
-    parent = start("fork", "target_0")
-    lines = {line[0]: line[1:] for line in (hear(parent), hear(parent))}
-    assert "forked from one of its parties" in " ".join(lines["child"])
-    child = int(lines["holds"][0])
-    parent.kill()
-    parent.wait()
-    os.kill(child, 0)  # it lives
-    assert snapshot(path).parties[0].status == "dead"
-    writer = writer_of(path, "target_1")
-    assert publish_one(writer) in (0, 1)
-    until(lambda: publish_one(writer) == 0 or slot_states(path)[0] == "READY")
-    os.kill(child, signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    "crash", ["claim.seq:2", "claim.word:2", "claim.head:2", "publish.seal:1", "publish.word:2"]
-)
-def test_the_survivors_finish_whatever_a_writer_died_at(
-    path: Path, start: Start, crash: str
-) -> None:
-    dying = start("write", "target_0", crash=crash)
-    assert dying.wait() == -signal.SIGKILL
-    writer, reader = writer_of(path, "target_1"), reader_of(path)
-    finished = threading.Event()
-
-    def make_slots() -> None:
-        with suppress(Stopped):
-            while (lease := writer.claim(stop=finished.is_set)) is not None:
-                writer.publish(lease, total_tok=fill(lease))
-
-    maker = threading.Thread(target=make_slots)
-    maker.start()
-    for seq in range(6):
-        lease = reader.take(seq)
-        assert holds_payload(lease)
-        reader.done(lease)
-    finished.set()
-    maker.join()
-    assert snapshot(path).counters["died"][0] == 1
-
-
-# ---------------------------------------------------------------- waiting
-
-
-def publish_soon(writer: RingWriter) -> threading.Thread:
-    """After the reader has begun to wait."""
-
-    def run() -> None:
-        view = writer._segment.path
-        until(lambda: any(p.waits_for == "ready slot" for p in snapshot(view).parties))
-        publish_one(writer)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread
-
-
-def test_a_waiting_reader_is_woken_by_its_bell(path: Path, monkeypatch: Any) -> None:
-    writer, reader = writer_of(path), reader_of(path)
-    heard: list[bool] = []
-    wait = Bells.wait
-    monkeypatch.setattr(Bells, "wait", lambda s, t: heard.append(wait(s, 10)) or heard[-1])
-    thread = publish_soon(writer)
-    assert holds_payload(reader.take(0))
-    thread.join()
-    assert heard == [True]
-
-
-def test_a_lost_hint_costs_a_timed_look_and_is_counted(path: Path, monkeypatch: Any) -> None:
-    writer, reader = writer_of(path), reader_of(path)
-    monkeypatch.setattr(Bells, "ring", lambda *_: None)
-    thread = publish_soon(writer)
-    lease = reader.take(0)
-    thread.join()
-    assert holds_payload(lease)
-    reader.done(lease)
-    assert counted(path, "late_wakeup") == 1
-
-
-def test_removed_semaphores_do_not_matter(path: Path) -> None:
-    writer, reader = writer_of(path), reader_of(path)
-    for party in (writer.id, reader.id):
-        posix_ipc.unlink_semaphore(semaphore_name(reader._segment.header.ring_id, party))
-    thread = publish_soon(writer)
-    assert holds_payload(reader.take(0))
-    thread.join()
-
-
-@pytest.mark.parametrize("value", [1, 30_000])
-def test_a_preset_semaphore_does_not_matter(path: Path, value: int) -> None:
-    writer, reader = writer_of(path), reader_of(path)
-    name = semaphore_name(reader._segment.header.ring_id, reader.id)
-    bell = posix_ipc.Semaphore(name)
-    for _ in range(value):
-        bell.release()
-    thread = publish_soon(writer)
-    assert holds_payload(reader.take(0))
-    thread.join()
-    bell.close()
-
-
-def test_idle_waits_grow_to_a_quarter_of_a_second(path: Path, monkeypatch: Any) -> None:
-    reader = reader_of(path)
-    waits: list[float] = []
-    monkeypatch.setattr(Bells, "wait", lambda _self, timeout_s: bool(waits.append(timeout_s)))
-    with pytest.raises(Stopped):
-        reader.take(0, stop=lambda: len(waits) >= 12)
-    assert waits[:3] == [0.01, 0.02, 0.04]
-    assert waits[-4:] == [LONGEST_WAIT_S] * 4 == [0.25] * 4
-
-
-def test_a_held_control_lock_ends_in_an_error_that_names_the_holder(path: Path) -> None:
-    writer = writer_of(path)
-    set_meta(path, at.CTRL_NS, 20_000_000)
-    other = LockFile(path / "meta.bin")
-    meta = at.words(bytearray(at.META_BYTES))
-    with Control(other, meta), pytest.raises(RingBusy, match=f"process {os.getpid()} has held"):
-        writer.claim()
-    set_meta(path, at.CTRL_NS, 10**10)
-    claimed(writer)
-    assert counted(path, "slow_ctrl") == 0  # the wait that failed is an error, not a slow one
-
-
-def test_a_control_lock_left_by_an_interrupt_is_taken_over_by_its_thread(path: Path) -> None:
-    writer = writer_of(path)
-    writer._control.__enter__()
-    assert claimed(writer).seq == 0
-
-
-# ---------------------------------------------------------------- the ring goes away, or is damaged
-
-
-def test_a_removed_directory_ends_the_wait(path: Path) -> None:
-    reader = reader_of(path)
-    destroy(path, force=True)
-    with pytest.raises(RingMissing, match="was removed while it was in use"):
-        reader.take(0)
-
-
-def test_a_replaced_directory_ends_the_wait(path: Path) -> None:
-    reader = reader_of(path)
-    destroy(path, force=True)
-    new_ring(path)
-    with pytest.raises(RingMissing, match="was replaced by another ring"):
-        reader.take(0)
-
-
-def test_damage_under_a_running_ring_is_an_error(path: Path) -> None:
-    writer = writer_of(path)
-    page = map_file(path / "slot_0002" / "ready.bin", at.READY_BYTES, writable=True)
-    at.words(memoryview(page))[at.WORD] = 0x4444
-    with pytest.raises(RingError, match=r"slot_0002/ready\.bin is damaged"):
-        writer.claim()
-
-
-def test_a_word_of_padding_is_never_a_payload() -> None:
-    """The payload that these tests compare tells epochs, seqs and fields apart."""
-    field = FIELDS[0]
-    pages = [payload(epoch, seq, field) for epoch in (1, 2) for seq in (0, 1, 2)]
-    assert all((a != b).any() for i, a in enumerate(pages) for b in pages[:i])
-    assert np.unique(pages[0]).size > 100
-    assert QUARANTINE_S == 0.05

@@ -263,8 +263,8 @@ class RingMachine(RuleBasedStateMachine):
         accepted = self.act(
             party, transition, lambda oracle: oracle.let_go(token, state, fails=fails), dies_at
         )
-        self.spent.append(token)
-        if accepted is not None:
+        if accepted is not None:  # else it died, perhaps before the token was spent
+            self.spent.append(token)
             assert accepted == (token.epoch == self.oracle.epoch)
 
     @rule(party=st.sampled_from(READERS), offset=st.integers(-1, 3), dies_at=st.integers(0, 3))
