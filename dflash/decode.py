@@ -30,9 +30,10 @@ from .mask import decode_masks
 from .model import DFlashDrafter, FrozenEnds, KeyValue, layer_kinds
 from .target import Target, layer_output
 
-TIE_ULPS = 4
+TIE_ULPS = 2
 """Two logits this near, in units in the last place of the larger, are a tie: a block of K tokens
-and one token alone go through other matmul shapes, which round differently."""
+and one token alone go through other matmul shapes, which round differently. On SmolLM2-135M in
+bfloat16, 7 of 12 answers of 96 tokens met a tie, none wider than 1."""
 
 
 @dataclass(frozen=True)
