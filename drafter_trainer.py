@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,8 @@ class Journal:
         figures = state.metrics.read()
         trainer_wait_s, target_wait_s, ready = self._waits()
         line: dict[str, Any] = {
-            **figures,
+            # A mean over nothing is NaN, which is not JSON.
+            **{name: None if math.isnan(value) else value for name, value in figures.items()},
             "step": state.step,
             "steps": steps,
             "tok_per_s": figures["tokens"] / interval_s,

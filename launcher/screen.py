@@ -68,11 +68,17 @@ def metrics_line(row: dict[str, Any], made_all: bool = False) -> str:
     shares = row["trainer_wait_s"] / interval_s, row["target_wait_s"] / interval_s
     waits = who_waits(*shares, made_all)
     return (
-        f"step {row['step']:{len(str(steps))}d}/{steps}  loss {row['loss']:.4f}"
-        f"  tau_anchor {row['tau_anchor']:.3f}  accuracy {100 * row['accuracy']:.1f}%"
+        f"step {row['step']:{len(str(steps))}d}/{steps}  loss {_figure(row['loss'], '.4f')}"
+        f"  tau_anchor {_figure(row['tau_anchor'], '.3f')}"
+        f"  accuracy {_figure(row['accuracy'], '.1%')}"
         f"  {row['tok_per_s']:,.0f} tok/s  ring {row['ready_slots']}/{row['slots']} ready"
         f"  {waits}  ETA {seconds(row['eta_s'])}"
     )
+
+
+def _figure(value: float | None, form: str) -> str:
+    """A mean over nothing (no anchor in the whole interval) is null in metrics.jsonl."""
+    return "none" if value is None else format(value, form)
 
 
 def table(rows: list[list[str]], indent: str = "  ") -> list[str]:
