@@ -23,6 +23,7 @@ import os
 import shutil
 import tempfile
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from .config import ConfigError, dump_config
 from .step import TrainState
 
 MARKER = "COMPLETE"
+VERSIONS = ("torch", "transformers")
 TEMP = ".tmp-"
 
 
@@ -56,9 +58,7 @@ class Checkpoint:
     versions: dict[str, str] = field(default_factory=dict)
 
 
-def snapshot(
-    state: TrainState, *, seq: int, data_fingerprint: str, versions: dict[str, str] | None = None
-) -> Checkpoint:
+def snapshot(state: TrainState, *, seq: int, data_fingerprint: str) -> Checkpoint:
     """The state as it is now (tensors are views, not copies: save it before the next step).
     `seq`: the slot that the next step reads."""
     optimizer = state.optimizer.state_dict()
@@ -71,7 +71,7 @@ def snapshot(
         state={"optimizer": optimizer, "metrics": state.metrics.sums},
         config_yaml=dump_config(state.config),
         data_fingerprint=data_fingerprint,
-        versions=versions or {},
+        versions={name: version(name) for name in VERSIONS},
     )
 
 

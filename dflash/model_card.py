@@ -84,8 +84,7 @@ def facts(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
         "mask token": arch.mask_token_id,
         "training": f"{checkpoint.step} of {train.steps} steps, loss {train.loss}, lr {train.lr:g}",
         "data": f"fingerprint {checkpoint.data_fingerprint}",
-        "trained with": ", ".join(f"{k} {v}" for k, v in sorted(checkpoint.versions.items()))
-        or "unknown versions",
+        "trained with": ", ".join(f"{k} {v}" for k, v in sorted(checkpoint.versions.items())),
     }
 
 

@@ -18,7 +18,8 @@ def print_header(path: Path, step: int | None, settings: dict[str, Any]) -> None
     )
     print(
         f"prompts   {settings['prompts']} {settings['data']}, greedy, "
-        f"up to {settings['max_new_tokens']} new tokens each"
+        f"up to {settings['max_new_tokens']} new tokens each",
+        flush=True,  # the first prompt takes a while
     )
 
 

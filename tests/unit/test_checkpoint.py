@@ -60,7 +60,7 @@ def some_checkpoint(case: tuple, step: int = 3) -> C.Checkpoint:
     config, arch, ends, slot = case
     state = TrainState.create(config, arch, ends)
     steps(state, slot, step)
-    return C.snapshot(state, seq=state.slot, data_fingerprint="f00d", versions={"torch": "x"})
+    return C.snapshot(state, seq=state.slot, data_fingerprint="f00d")
 
 
 def test_training_goes_on_bit_for_bit_from_a_checkpoint(case: tuple, tmp_path: Path) -> None:
@@ -94,7 +94,8 @@ def test_a_checkpoint_holds_the_masters_in_float32_by_the_exports_names(
     for name, weight in loaded.weights.items():
         assert weight.dtype == torch.float32 and torch.equal(weight, saved.weights[name])
     assert loaded.arch == saved.arch and loaded.config_yaml == saved.config_yaml
-    assert loaded.data_fingerprint == "f00d" and loaded.versions == {"torch": "x"}
+    assert loaded.data_fingerprint == "f00d"
+    assert loaded.versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert parse_config(yaml.safe_load(loaded.config_yaml), "run.yaml") == case[0]
 
 

@@ -243,8 +243,8 @@ def stub(logits: list[float], dtype: torch.dtype) -> Target:
     ("logits", "dtype", "kind"),
     [
         ([0.0, 20.0, 20.125, 1.0], torch.bfloat16, "tie"),  # one unit in the last place
-        ([0.0, 20.0, 20.25, 1.0], torch.bfloat16, "tie"),
-        ([0.0, 20.0, 20.375, 1.0], torch.bfloat16, "different"),
+        ([0.0, 20.0, 20.5, 1.0], torch.bfloat16, "tie"),
+        ([0.0, 20.0, 20.625, 1.0], torch.bfloat16, "different"),
         ([30.0, 20.0, 20.125, 1.0], torch.bfloat16, "different"),  # equal, but neither is best
         ([0.0, 20.0, 20.0, 1.0], torch.float32, "different"),
     ],

@@ -120,8 +120,6 @@ def make_run(
     slot = overfit_slot(target, trained_prompt or first)
     for _ in range(train_steps):
         train_step(state, slot, seq=state.slot, pass_idx=state.pass_idx)
-    saved = snapshot(
-        state, seq=state.slot, data_fingerprint=prepared.fingerprint, versions={"torch": "2"}
-    )
+    saved = snapshot(state, seq=state.slot, data_fingerprint=prepared.fingerprint)
     checkpoint = save(run / "checkpoints", saved, keep=2)
     return TinyRun(run, config, arch, target, checkpoint)
