@@ -139,6 +139,7 @@ def found(spin: None, pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPat
     }
 
 
+@pytest.mark.timeout(900)  # it waits for those before it
 @pytest.mark.parametrize("name", SEARCHES)
 def test_a_full_search_finds_no_error(name: str, found: Found) -> None:
     result = found[name].result()
@@ -150,6 +151,7 @@ def test_the_full_searches_are_two_million_states() -> None:
     assert sum(states for _, states in SEARCHES.values()) >= 2_000_000
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_without_this_rule_the_search_fails(name: str, found: Found) -> None:
     result = found[name].result()
