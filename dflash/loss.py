@@ -18,7 +18,6 @@ with z the (soft-capped, where the target caps) logits. Loss = sum(m * w * l) / 
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,8 +31,8 @@ LossKind = Literal["ce", "kl"]
 
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 2 << 30}
 """Of a chunk's logits, the rows of one matmul: below 128 rows a CPU loses a tenth of its speed."""
-TILE_BYTES = {"cpu": 2 << 20, "cuda": 2 << 30}
-"""Of the rows that the elementwise passes take at a time: on a CPU they stay in cache (4x)."""
+TILE_BYTES = 2 << 20
+"""Of the rows that a CPU's elementwise passes take at a time: they stay in its cache (4x)."""
 
 
 @dataclass(frozen=True)
@@ -61,60 +60,111 @@ def head_loss(
     Flat rows on purpose: a batched [B, A, K, H] @ head.T copies the head for every batch.
     """
     assert hidden_RH.ndim == 2 and label_R.shape == hidden_RH.shape[:1]
-    row_bytes = head_VH.shape[0] * head_VH.element_size()
-    rows = rows or max(16, CHUNK_BYTES[hidden_RH.device.type] // row_bytes)
+    rows = rows or chunk_rows(label_R.numel(), head_VH)
     wants_grad = torch.is_grad_enabled() and hidden_RH.requires_grad
-    return HeadLoss(
-        *_FrozenHead.apply(hidden_RH, head_VH, label_R, teacher_RH, cap, rows, wants_grad)
+    loss_R, nll_R, rank_R, _ = _frozen_head(
+        hidden_RH, head_VH, label_R, teacher_RH, cap, rows, wants_grad
     )
+    return HeadLoss(loss_R, nll_R.detach(), rank_R)
 
 
-class _FrozenHead(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_RH: Tensor,
-        head_VH: Tensor,
-        label_R: Tensor,
-        teacher_RH: Tensor | None,
-        cap: float | None,
-        rows: int,
-        wants_grad: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        wide = torch.promote_types(hidden_RH.dtype, torch.float32)
-        grad_RH = torch.empty_like(hidden_RH) if wants_grad else None
-        raw_CV = head_VH.new_empty(min(rows, label_R.numel()), head_VH.shape[0])
-        teacher_CV = None if teacher_RH is None else torch.empty_like(raw_CV)
-        parts = []
-        for start in range(0, label_R.numel(), rows):
-            part = slice(start, min(start + rows, label_R.numel()))
-            raw = torch.mm(hidden_RH[part], head_VH.T, out=raw_CV[: part.stop - start])
-            teacher = None
-            if teacher_RH is not None and teacher_CV is not None:
-                teacher = torch.mm(teacher_RH[part], head_VH.T, out=teacher_CV[: len(raw)])
-            parts.append(_chunk(raw, label_R[part], teacher, cap, wide))
-            if grad_RH is not None:
-                torch.mm(raw, head_VH, out=grad_RH[part])
-        loss_R, nll_R, rank_R = (torch.cat(of) for of in zip(*parts, strict=True))
-        ctx.save_for_backward(grad_RH)
-        ctx.mark_non_differentiable(nll_R, rank_R)
-        return loss_R, nll_R, rank_R
+def chunk_rows(num_rows: int, head_VH: Tensor) -> int:
+    """Rows of one chunk: even chunks of at most CHUNK_BYTES of logits, in whole tiles of a
+    matmul."""
+    limit = CHUNK_BYTES[head_VH.device.type] // (head_VH.shape[0] * head_VH.element_size())
+    chunks = -(-num_rows // max(16, limit))
+    rows = -(-num_rows // max(1, chunks))
+    return max(16, rows if rows <= 128 else -(-rows // 128) * 128)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_RH,) = ctx.saved_tensors
-        return (grad_RH * grads[0][:, None]).to(grad_RH.dtype), None, None, None, None, None, None
+
+@torch.library.custom_op(
+    "dflash::frozen_head",
+    mutates_args=(),
+    schema="(Tensor hidden_RH, Tensor head_VH, Tensor label_R, Tensor? teacher_RH, float? cap, "
+    "int rows, bool wants_grad) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _frozen_head(
+    hidden_RH: Tensor,
+    head_VH: Tensor,
+    label_R: Tensor,
+    teacher_RH: Tensor | None,
+    cap: float | None,
+    rows: int,
+    wants_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """loss_R, nll_R, rank_R, and grad_RH: d loss_i / d hidden_i, unweighted (no rows unless
+    wanted)."""
+    loss_R, nll_R, rank_R, grad_RH = _outputs(hidden_RH, label_R, wants_grad)
+    raw_CV = head_VH.new_empty(min(rows, label_R.numel()), head_VH.shape[0])
+    teacher_CV = None if teacher_RH is None else torch.empty_like(raw_CV)
+    for start in range(0, label_R.numel(), rows):
+        part = slice(start, min(start + rows, label_R.numel()))
+        raw = torch.mm(hidden_RH[part], head_VH.T, out=raw_CV[: part.stop - start])
+        teacher = None
+        if teacher_RH is not None and teacher_CV is not None:
+            teacher = torch.mm(teacher_RH[part], head_VH.T, out=teacher_CV[: len(raw)])
+        out = (loss_R[part], nll_R[part], rank_R[part])
+        if raw.is_cuda:
+            from .head_kernel import rows as fused_rows
+
+            fused_rows(raw, label_R[part], teacher, cap, out)
+        else:
+            _chunk(raw, label_R[part], teacher, cap, out)
+        if wants_grad:
+            torch.mm(raw, head_VH, out=grad_RH[part])
+    return loss_R, nll_R, rank_R, grad_RH
+
+
+def _outputs(
+    hidden_RH: Tensor, label_R: Tensor, wants_grad: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(hidden_RH.dtype, torch.float32)
+    loss_R, nll_R = (label_R.new_empty(label_R.shape, dtype=wide) for _ in range(2))
+    grad_RH = hidden_RH.new_empty(hidden_RH.shape if wants_grad else (0, hidden_RH.shape[1]))
+    return loss_R, nll_R, torch.empty_like(label_R), grad_RH
+
+
+@_frozen_head.register_fake
+def _(
+    hidden_RH: Tensor,
+    head_VH: Tensor,
+    label_R: Tensor,
+    teacher_RH: Tensor | None,
+    cap: float | None,
+    rows: int,
+    wants_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _outputs(hidden_RH, label_R, wants_grad)
+
+
+def _save_grad(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[3])
+
+
+def _weigh_grad(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    (grad_RH,) = ctx.saved_tensors
+    return (grad_RH * grads[0][:, None]).to(grad_RH.dtype), None, None, None, None, None, None
+
+
+_frozen_head.register_autograd(_weigh_grad, setup_context=_save_grad)
 
 
 def _chunk(
-    raw_CV: Tensor, label_C: Tensor, teacher_CV: Tensor | None, cap: float | None, wide: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """_rows a tile at a time."""
-    size = max(1, TILE_BYTES[raw_CV.device.type] // (4 * raw_CV.shape[1]))
-    teachers = itertools.repeat(None) if teacher_CV is None else teacher_CV.split(size)
-    tiles = zip(raw_CV.split(size), label_C.split(size), teachers, strict=False)
-    loss_C, nll_C, rank_C = zip(*(_rows(*tile, cap, wide) for tile in tiles), strict=True)
-    return torch.cat(loss_C), torch.cat(nll_C), torch.cat(rank_C)
+    raw_CV: Tensor,
+    label_C: Tensor,
+    teacher_CV: Tensor | None,
+    cap: float | None,
+    out: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """_rows a tile at a time; head_kernel.rows does the same on a GPU."""
+    size = max(1, TILE_BYTES // (4 * raw_CV.shape[1]))
+    for start in range(0, len(label_C), size):
+        part = slice(start, start + size)
+        teacher = None if teacher_CV is None else teacher_CV[part]
+        found = _rows(raw_CV[part], label_C[part], teacher, cap, out[0].dtype)
+        for whole, tile in zip(out, found, strict=True):
+            whole[part] = tile
 
 
 def _rows(

@@ -1,0 +1,72 @@
+"""Our kernels on a CUDA device against the plain versions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dflash.loss import head_loss, head_loss_full
+from dflash.optim import MasterAdamW
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("kind", ["ce", "kl"])
+@pytest.mark.parametrize("vocab", [50, 20_001])
+def test_the_head_equals_autograd_over_all_logits(vocab: int, kind: str, cap: float | None) -> None:
+    torch.manual_seed(vocab)
+    rows, hidden = 37, 24
+    head_VH = torch.randn(vocab, hidden, device="cuda")
+    label_R = torch.randint(vocab, (rows,), device="cuda")
+    teacher_RH = torch.randn(rows, hidden, device="cuda") if kind == "kl" else None
+    leaf = torch.randn(rows, hidden, device="cuda", requires_grad=True)
+    label_R[0] = (leaf[0] @ head_VH.T).argmax()
+    weight_R = torch.rand(rows, device="cuda")
+    found = []
+    for function in (head_loss_full, head_loss):
+        result = function(leaf, head_VH, label_R, teacher_RH, cap)
+        (grad,) = torch.autograd.grad((result.loss_R * weight_R).sum(), leaf)
+        found.append((result.loss_R.detach(), result.nll_R, grad, result.rank_R))
+    for full, ours in zip(found[0][:3], found[1][:3], strict=True):
+        torch.testing.assert_close(ours, full, rtol=1e-4, atol=1e-4)
+    assert found[1][3][0] == 0
+    if cap is None:  # capped logits tie where tanh is 1 to the last bit; ours ranks the raw ones
+        assert torch.equal(found[0][3], found[1][3])
+
+
+def test_many_chunks_equal_one() -> None:
+    torch.manual_seed(0)
+    hidden_RH, head_VH = torch.randn(300, 16, device="cuda"), torch.randn(999, 16, device="cuda")
+    label_R = torch.randint(999, (300,), device="cuda")
+    one, many = (head_loss(hidden_RH, head_VH, label_R, rows=rows) for rows in (300, 128))
+    torch.testing.assert_close(one.loss_R, many.loss_R)
+    assert torch.equal(one.rank_R, many.rank_R)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_adamw_kernel_equals_torchs(dtype: torch.dtype) -> None:
+    """Over ten steps, the fourth with a NaN: skipped by both."""
+    torch.manual_seed(0)
+    modules, optimizers = [], []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        modules.append(nn.Sequential(nn.Linear(60, 90), nn.LayerNorm(90)).to(device, dtype))
+        optimizers.append(MasterAdamW(modules[-1], betas=(0.9, 0.95), weight_decay=0.1, clip=0.5))
+    for step in range(10):
+        grads = torch.randn(optimizers[0].grads.shape).to(dtype)
+        if step == 3:
+            grads[7] = torch.nan
+        for optimizer in optimizers:
+            optimizer.lr.fill_(0.01)
+            optimizer.grads.copy_(grads)
+            _, skipped = optimizer.step()
+            assert bool(skipped) == (step == 3)
+    cpu, gpu = optimizers
+    assert float(cpu.count) == float(gpu.count) == 9
+    torch.testing.assert_close(gpu.masters.cpu(), cpu.masters, rtol=1e-5, atol=1e-6)
+    assert torch.equal(gpu.weights, gpu.masters.to(dtype))
