@@ -11,7 +11,7 @@ strictly before `a`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ POSITION_BITS = 21
 """Low bits of a key hold the position, so that keys are unique and a draw has no ties."""
 
 
-@dataclass(frozen=True)
-class Anchors:
+class Anchors(NamedTuple):
     position_A: Tensor
     """int64, rising over the valid ones, which come first."""
     valid_A: Tensor

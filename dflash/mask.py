@@ -15,7 +15,8 @@ by the layers of one kind.
 
 `dense_masks` is the plain form. `grouped_masks` is the same attention on a CPU, where a dense mask
 wastes 9/10 of the work: anchors are sorted, so a run of blocks reads one short stretch of context.
-It reads that stretch's bounds on the host, which is free on a CPU; on a GPU use the dense form.
+It reads that stretch's bounds on the host, which is free on a CPU; a GPU uses flex.py, the same
+masks as flex_attention's tiles.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .anchors import Anchors
+from .flex import FlexMask, flex_attend
 
 Kind = tuple[int | None, bool]
 """(sliding window or None, causal inside the block)."""
@@ -44,9 +46,9 @@ class Group:
     allow_QS: Tensor
 
 
-Mask = Tensor | Sequence[Group] | None
-"""allow_QS bool [Q, T+Q] (True: may see), or groups that cover the rows in order, or None: all see
-all."""
+Mask = Tensor | Sequence[Group] | FlexMask | None
+"""allow_QS bool [Q, T+Q] (True: may see), or groups that cover the rows in order, or flex tiles, or
+None: all see all."""
 
 GROUP_BLOCKS = 8
 
@@ -151,6 +153,8 @@ def attend(
 ) -> Tensor:
     """Attention of the block rows over [context | block rows] -> out_QNE. G key heads serve N = n*G
     query heads."""
+    if isinstance(mask, FlexMask):
+        return flex_attend(q_QNE, ctx, block, mask)
     if mask is None or isinstance(mask, Tensor):
         return _sdpa(q_QNE, _join(ctx[0], block[0]), _join(ctx[1], block[1]), mask)
     parts = []
