@@ -3,9 +3,9 @@ anything.
 
 All parameters are views of one flat weight buffer and their gradients views of one flat gradient
 buffer, matrices first, then norms and biases (no weight decay). So the norm is one reduction,
-zeroing one fill, the bf16 copy one kernel, and a captured step has fixed addresses. torch's fused
-AdamW takes the clip as `grad_scale` and the skip as `found_inf`, both tensors: a step with a
-non-finite gradient leaves weights, moments and step count untouched.
+the update one kernel, and a captured step has fixed addresses. AdamW takes the clip as
+`grad_scale` and the skip as `found_inf`, both tensors: a step with a non-finite gradient leaves
+weights, moments and step count untouched.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class MasterAdamW:
         named = sorted(drafter.named_parameters(), key=lambda item: item[1].ndim < 2)
         first = named[0][1]
         self.names = [name for name, _ in named]
-        self.shapes = [parameter.shape for _, parameter in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.shapes = [parameter.shape for parameter in self.parameters]
         self.clip = clip
         size = sum(parameter.numel() for _, parameter in named)
         self.weights = torch.empty(size, dtype=first.dtype, device=first.device)
@@ -54,34 +55,32 @@ class MasterAdamW:
         ):
             weight.copy_(parameter.detach())
             parameter.data, parameter.grad = weight, grad
-        same = first.dtype == torch.float32
-        # A float32 drafter is its own master; else the update needs the gradients widened as well.
-        self.masters = self.weights if same else self.weights.float()
-        self.wide_grads = self.grads if same else torch.zeros_like(self.masters)
+        # A float32 drafter is its own master.
+        self.masters = self.weights if first.dtype == torch.float32 else self.weights.float()
         self.exp_avg = torch.zeros_like(self.masters)
         self.exp_avg_sq = torch.zeros_like(self.masters)
-        self.lr = torch.zeros((), dtype=torch.float32, device=first.device)
-        self.grad_scale = torch.ones_like(self.lr)
-        self.found_inf = torch.zeros_like(self.lr)
-        decayed = sum(p.numel() for _, p in named if p.ndim >= 2)
-        self._adamw = self._build(decayed, size, betas, weight_decay, eps)
+        self.count = torch.zeros((), dtype=torch.float32, device=first.device)
+        """Updates taken."""
+        self.lr = torch.zeros_like(self.count)
+        self.grad_scale = torch.ones_like(self.count)
+        self.found_inf = torch.zeros_like(self.count)
+        self.decayed = sum(p.numel() for _, p in named if p.ndim >= 2)
+        self.betas, self.weight_decay, self.eps = betas, weight_decay, eps
+        self._adamw = None if first.is_cuda else self._build()
 
-    def _build(
-        self, decayed: int, size: int, betas: tuple[float, float], weight_decay: float, eps: float
-    ) -> torch.optim.AdamW:
-        spans = (slice(0, decayed), slice(decayed, size))
+    def _build(self) -> torch.optim.AdamW:
+        """torch's own, on a CPU; adamw_kernel does the same on a GPU in one pass."""
+        spans = (slice(0, self.decayed), slice(self.decayed, None))
         flats = [nn.Parameter(self.masters[span]) for span in spans]
         groups = [
             {"params": [flat], "weight_decay": decay}
-            for flat, decay in zip(flats, (weight_decay, 0.0), strict=True)
+            for flat, decay in zip(flats, (self.weight_decay, 0.0), strict=True)
         ]
-        adamw = torch.optim.AdamW(
-            groups, lr=self.lr, betas=betas, eps=eps, fused=True, capturable=self.lr.is_cuda
-        )
+        adamw = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
         for flat, span in zip(flats, spans, strict=True):
-            flat.grad = self.wide_grads[span]
+            flat.grad = torch.zeros_like(flat) if self._widens else self.grads[span]
             adamw.state[flat] = {
-                "step": torch.zeros_like(self.lr),
+                "step": torch.zeros_like(self.count),
                 "exp_avg": self.exp_avg[span],
                 "exp_avg_sq": self.exp_avg_sq[span],
             }
@@ -89,10 +88,20 @@ class MasterAdamW:
         vars(adamw).update(grad_scale=self.grad_scale, found_inf=self.found_inf)
         return adamw
 
+    @property
+    def _widens(self) -> bool:
+        return self.masters is not self.weights
+
+    def gradients(self, loss: Tensor) -> None:
+        """d loss / d parameters into the flat buffer.
+
+        Not backward(), which adds to what is there: a pass and a kernel a parameter more.
+        """
+        torch._foreach_copy_(self._views(self.grads), torch.autograd.grad(loss, self.parameters))
+
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Clip, update unless the gradient is not finite (or the 0-d bool `skip`), copy back, zero
-        the gradients.
+        """Clip, update unless the gradient is not finite (or the 0-d bool `skip`), copy back.
 
         Reads the rate from `self.lr`. Returns 0-d tensors: gradient norm before clipping, and
         whether it skipped.
@@ -101,13 +110,42 @@ class MasterAdamW:
         skipped = ~torch.isfinite(norm) if skip is None else ~torch.isfinite(norm) | skip
         self.grad_scale.copy_((norm / self.clip).clamp_min(1.0))
         self.found_inf.copy_(skipped)
-        if self.wide_grads is not self.grads:
-            self.wide_grads.copy_(self.grads)
-        self._adamw.step()
-        if self.masters is not self.weights:
-            self.weights.copy_(self.masters)
-        self.grads.zero_()
+        if self._adamw is None:
+            self._step_on_gpu()
+        else:
+            self._step_on_cpu(self._adamw)
+        self.count += ~skipped
         return norm, skipped
+
+    def _step_on_gpu(self) -> None:
+        from .adamw_kernel import adamw
+
+        adamw(
+            self.weights,
+            self.masters,
+            self.exp_avg,
+            self.exp_avg_sq,
+            self.grads,
+            count=self.count,
+            lr=self.lr,
+            grad_scale=self.grad_scale,
+            skip=self.found_inf,
+            decayed=self.decayed,
+            weight_decay=self.weight_decay,
+            betas=self.betas,
+            eps=self.eps,
+        )
+
+    def _step_on_cpu(self, adamw: torch.optim.AdamW) -> None:
+        for flat, state in adamw.state.items():
+            state["step"].copy_(self.count)
+            if self._widens:
+                assert flat.grad is not None
+                first = state["exp_avg"].storage_offset()
+                flat.grad.copy_(self.grads[first : first + flat.numel()])
+        adamw.step()
+        if self._widens:
+            self.weights.copy_(self.masters)
 
     @torch.no_grad()
     def reset_masters(self) -> None:
@@ -117,7 +155,7 @@ class MasterAdamW:
     def state_dict(self) -> dict[str, Any]:
         """{"step": 0-d, "masters" | "exp_avg" | "exp_avg_sq": {parameter name: float32 view}}. Not
         copies."""
-        state: dict[str, Any] = {"step": self._steps()[0]}
+        state: dict[str, Any] = {"step": self.count}
         for key in ("masters", "exp_avg", "exp_avg_sq"):
             state[key] = dict(zip(self.names, self._views(getattr(self, key)), strict=True))
         return state
@@ -131,12 +169,8 @@ class MasterAdamW:
             for name, view in zip(self.names, self._views(getattr(self, key)), strict=True):
                 assert state[key][name].shape == view.shape
                 view.copy_(state[key][name])
-        for step in self._steps():
-            step.copy_(state["step"])
+        self.count.copy_(state["step"])
         self.weights.copy_(self.masters)
-
-    def _steps(self) -> list[Tensor]:
-        return [state["step"] for state in self._adamw.state.values()]
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         parts = flat.split([shape.numel() for shape in self.shapes])
