@@ -147,6 +147,12 @@ class TrainConfig(Section):
     keep_checkpoints: Count = 2
 
 
+class StepConfig(Section):
+    mode: Literal["eager", "compiled", "graph"] | None = None
+    """How a training step runs: piece by piece, with its pieces compiled, or these replayed as one
+    CUDA graph. None: graph on cuda, eager on cpu. The numbers agree within rounding."""
+
+
 class EvalConfig(Section):
     prompts: Count = 16
     """Held-out prompts decoded by `eval`."""
@@ -172,6 +178,7 @@ class Config(Section):
     drafter: DrafterConfig = DrafterConfig()
     ring: RingConfig = RingConfig()
     train: TrainConfig
+    step: StepConfig = StepConfig()
     eval: EvalConfig = EvalConfig()
     supervise: SuperviseConfig = SuperviseConfig()
 
@@ -190,7 +197,15 @@ class Config(Section):
                 f"and one trainer: "
                 f"set ring.slots to at least {needed}"
             )
+        if self.drafter.device == "cpu" and self.step.mode not in (None, "eager"):
+            raise ValueError(
+                f"step.mode {self.step.mode} needs drafter.device cuda: leave it out, or set eager"
+            )
         return self
+
+    @property
+    def step_mode(self) -> Literal["eager", "compiled", "graph"]:
+        return self.step.mode or ("graph" if self.drafter.device == "cuda" else "eager")
 
     @property
     def end_seq(self) -> int:

@@ -1,7 +1,7 @@
 """One training step, the same function eager, compiled and captured.
 
     state = TrainState.create(config, arch, ends)
-    train_step(state, batch, seq=17, pass_idx=0)
+    train_step(state, batch, seq=17, pass_idx=0)   # step.mode: eager | compiled | graph
     figures = state.metrics.read()                 # the only call that waits for the device
 
 anchors -> labels -> masks -> forward -> loss -> backward -> clip -> AdamW -> metrics.
@@ -18,20 +18,26 @@ features and positions are zeroed before use; gathers of masked slots point at r
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import anchors as A
+from . import flex
 from .arch import DrafterArch
 from .config import Config
 from .loss import decay_weights, dpace_weights, head_loss, head_loss_full, weighted_mean
 from .mask import Kind, Mask, dense_masks, grouped_masks
 from .metrics import Metrics, count_correct
-from .model import DFlashDrafter, FrozenEnds, layer_kinds
+from .model import DFlashDrafter, FrozenEnds, KeyValue, layer_kinds
 from .optim import MasterAdamW, learning_rate
 
+P = ParamSpec("P")
+R = TypeVar("R")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -63,10 +69,13 @@ class TrainState:
     metrics: Metrics
     inputs: Tensor
     """int64 [3]: seed, seq, pass of the step about to run."""
+    dry: Tensor
+    """bool, 0-d: compute all and change nothing. For the warm-up of a captured step."""
     step: int = 0
     """Optimizer steps taken."""
     plain: bool = False
     """Dense masks and all logits at once: the obvious way, to compare with."""
+    captured: Captured | None = None
 
     @classmethod
     def create(
@@ -78,14 +87,25 @@ class TrainState:
         assert ends.embed_VH.dtype == ends.head_VH.dtype == DTYPES[config.drafter.dtype]
         drafter = DFlashDrafter(arch)
         drafter.init_weights(config.run.seed, ends.norm_H, zero_centred_norm)
-        drafter.to(device, DTYPES[config.drafter.dtype])
-        train = config.train
+        return cls.around(config, drafter.to(device, DTYPES[config.drafter.dtype]), ends)
+
+    @classmethod
+    def around(cls, config: Config, drafter: DFlashDrafter, ends: FrozenEnds) -> TrainState:
+        """Of a drafter that stands on its device in its dtype."""
+        device, train = drafter.fc.weight.device, config.train
+        if config.step_mode != "eager":
+            drafter.compile_pieces()
         optimizer = MasterAdamW(
             drafter, betas=train.betas, weight_decay=train.weight_decay, clip=train.clip
         )
-        metrics = Metrics(arch.block_size, device)
+        metrics = Metrics(drafter.arch.block_size, device)
         inputs = torch.zeros(3, dtype=torch.int64, device=device)
-        return cls(config, drafter, ends, optimizer, metrics, inputs)
+        dry = torch.zeros((), dtype=torch.bool, device=device)
+        return cls(config, drafter, ends, optimizer, metrics, inputs, dry)
+
+    def piece(self, function: Callable[P, R]) -> Callable[P, R]:
+        """The function, compiled unless the mode is eager."""
+        return function if self.config.step_mode == "eager" else _compiled(function)
 
     @property
     def slot(self) -> int:
@@ -105,48 +125,84 @@ class TrainState:
         self.optimizer.lr.fill_(rate)
 
 
+@functools.cache
+def _compiled(function: Callable[P, R]) -> Callable[P, R]:
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
 def train_step(state: TrainState, batch: Batch, *, seq: int, pass_idx: int) -> Tensor:
     """One optimizer step on `batch`. Returns this step's metric sums (already added to
-    state.metrics) on the device."""
+    state.metrics) on the device.
+
+    In mode graph the first call captures, and the batch must be the same tensors ever after.
+    """
     state.set_inputs(seq, pass_idx)
-    sums = run_step(state, batch)
+    if state.config.step_mode == "graph":
+        state.captured = state.captured or capture(state, batch)
+        assert state.captured.batch is batch, "a captured step reads the batch it was captured with"
+        state.captured.graph.replay()
+        sums = state.captured.sums
+    else:
+        sums = run_step(state, batch)
     state.step += 1
     return sums
+
+
+class Captured(NamedTuple):
+    """A whole step as one CUDA graph: its inputs, and where its result stands after a replay."""
+
+    graph: torch.cuda.CUDAGraph
+    batch: Batch
+    sums: Tensor
+
+
+def capture(state: TrainState, batch: Batch, warm_ups: int = 2) -> Captured:
+    """Compiles, warms up and captures run_step(state, batch). Changes nothing in `state`, whatever
+    the batch holds."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    sums_before = state.metrics.sums.clone()
+    state.dry.fill_(True)
+    stream.wait_stream(torch.cuda.current_stream())
+    # Libraries keep workspaces a stream, so the warm-up runs where the capture will. thread_local:
+    # what other threads do on the device meanwhile is no error.
+    with torch.cuda.stream(stream):
+        for _ in range(warm_ups):
+            run_step(state, batch)
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        sums = run_step(state, batch)
+    torch.cuda.current_stream().wait_stream(stream)
+    state.metrics.sums.copy_(sums_before)
+    state.dry.fill_(False)
+    return Captured(graph, batch, sums)
 
 
 def run_step(state: TrainState, batch: Batch) -> Tensor:
     """The part that a CUDA graph captures: reads and writes device tensors only."""
     loss, sums = forward_loss(state, batch)
-    loss.backward()
-    norm, skipped = state.optimizer.step(skip=sums["weight"] == 0)
-    sums |= {"skipped": skipped, "steps": torch.ones_like(norm), "grad_norm": norm}
+    state.optimizer.gradients(loss)
+    norm, skipped = state.optimizer.step(skip=(sums["weight"] == 0) | state.dry)
+    return state.piece(_count)(state.metrics, sums, norm, skipped)
+
+
+def _count(metrics: Metrics, sums: dict[str, Tensor], norm: Tensor, skipped: Tensor) -> Tensor:
+    sums = sums | {"skipped": skipped, "steps": torch.ones_like(norm), "grad_norm": norm}
     for name in ("loss", "weight", "grad_norm"):
         # A skipped step is counted, and its NaN kept out of the interval's means.
         sums[name] = torch.where(skipped, 0.0, sums[name])
-    vector = state.metrics.layout.pack(sums)
-    state.metrics.add(vector)
+    vector = metrics.layout.pack(sums)
+    metrics.add(vector)
     return vector
 
 
 def forward_loss(state: TrainState, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """(scalar loss with graph, metric sums) of the anchors that state.inputs draws."""
     drafter, ends, config = state.drafter, state.ends, state.config
-    arch, num_tokens = drafter.arch, batch.ids_T.numel()
-    block = arch.block_size
+    block = drafter.arch.block_size
 
-    doc_T = A.documents(batch.lens_D, batch.total_tok, num_tokens)
-    seed, seq, pass_idx = state.inputs.unbind()
-    key_T = A.hash_keys(seed, seq, pass_idx, num_tokens, doc_T.device)
-    valid_T = A.valid_anchors(batch.lm_T, doc_T)
-    anchors = A.sample_anchors(key_T, valid_T, doc_T, config.num_anchors)
-    label_AJ, mask_AJ, at_AJ = A.labels(anchors, batch.ids_T, batch.lm_T, doc_T, block)
-    ids_Q, pos_Q = A.block_inputs(anchors, batch.ids_T, batch.pos_T, block, arch.mask_token_id)
-
-    feat_TF = torch.where((doc_T >= 0)[:, None], batch.all_TF, 0).to(drafter.fc.weight.dtype)
-    pos_T = torch.where(doc_T >= 0, batch.pos_T, 0)
-    ctx_kv = drafter.context_kv(drafter.context(feat_TF), pos_T)
-    masks = _masks(state, batch.lens_D, doc_T, anchors)
-    hidden_QH = drafter(ends.embed(ids_Q), pos_Q, ctx_kv, masks)
+    drawn = state.piece(draw)(batch, state.inputs, config.num_anchors, drafter.arch)
+    masks = _masks(state, batch.lens_D, drawn)
+    ctx_kv = state.piece(see_context)(drafter, batch.all_TF, drawn)
+    hidden_QH = drafter(ends.embed(drawn.ids_Q), drawn.pos_Q, ctx_kv, masks)
 
     hidden_RH = hidden_QH.unflatten(0, (-1, block))[:, 1:].flatten(0, 1)
     teacher_RH = None
@@ -154,37 +210,97 @@ def forward_loss(state: TrainState, batch: Batch) -> tuple[Tensor, dict[str, Ten
         assert batch.vlh_TH is not None
         # The target's distribution of token a+k stands at a+k-1. Masked slots read row 0, which is
         # never stale.
-        teacher_RH = batch.vlh_TH[(at_AJ - 1).clamp_min(0).flatten()].to(ends.head_VH.dtype)
+        before_R = (drawn.at_AJ - 1).clamp_min(0).flatten()
+        teacher_RH = batch.vlh_TH[before_R].to(ends.head_VH.dtype)
     rows = (head_loss_full if state.plain else head_loss)(
-        hidden_RH, ends.head_VH, label_AJ.flatten(), teacher_RH, ends.logit_softcap
+        hidden_RH, ends.head_VH, drawn.label_AJ.flatten(), teacher_RH, ends.logit_softcap
     )
+    return state.piece(score)(rows.loss_R, rows.nll_R, rows.rank_R, batch, drawn, config)
 
-    weight_AJ = _weights(state, rows.nll_R.view_as(label_AJ), mask_AJ)
-    total, weight = weighted_mean(rows.loss_R.view_as(label_AJ), weight_AJ, mask_AJ)
-    sums = count_correct(rows.rank_R.view_as(label_AJ), mask_AJ, anchors.valid_A) | {
+
+class Drawn(NamedTuple):
+    """What a step trains on, of what the slot holds."""
+
+    doc_T: Tensor
+    """-1 on stale rows."""
+    pos_T: Tensor
+    """0 on stale rows."""
+    anchors: A.Anchors
+    label_AJ: Tensor
+    mask_AJ: Tensor
+    at_AJ: Tensor
+    ids_Q: Tensor
+    pos_Q: Tensor
+
+
+def draw(batch: Batch, inputs: Tensor, num_anchors: int, arch: DrafterArch) -> Drawn:
+    num_tokens, block = batch.ids_T.numel(), arch.block_size
+    doc_T = A.documents(batch.lens_D, batch.total_tok, num_tokens)
+    seed, seq, pass_idx = inputs.unbind()
+    key_T = A.hash_keys(seed, seq, pass_idx, num_tokens, doc_T.device)
+    valid_T = A.valid_anchors(batch.lm_T, doc_T)
+    anchors = A.sample_anchors(key_T, valid_T, doc_T, num_anchors)
+    label_AJ, mask_AJ, at_AJ = A.labels(anchors, batch.ids_T, batch.lm_T, doc_T, block)
+    ids_Q, pos_Q = A.block_inputs(anchors, batch.ids_T, batch.pos_T, block, arch.mask_token_id)
+    pos_T = torch.where(doc_T >= 0, batch.pos_T, 0)
+    return Drawn(doc_T, pos_T, anchors, label_AJ, mask_AJ, at_AJ, ids_Q, pos_Q)
+
+
+def see_context(drafter: DFlashDrafter, all_TF: Tensor, drawn: Drawn) -> list[KeyValue]:
+    feat_TF = torch.where((drawn.doc_T >= 0)[:, None], all_TF, 0).to(drafter.fc.weight.dtype)
+    return drafter.context_kv(drafter.context(feat_TF), drawn.pos_T)
+
+
+def score(
+    loss_R: Tensor, nll_R: Tensor, rank_R: Tensor, batch: Batch, drawn: Drawn, config: Config
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(weighted mean loss, metric sums)."""
+    mask_AJ = drawn.mask_AJ
+    weight_AJ = _weights(config, nll_R.view_as(mask_AJ), mask_AJ)
+    total, weight = weighted_mean(loss_R.view_as(mask_AJ), weight_AJ, mask_AJ)
+    sums = count_correct(rank_R.view_as(mask_AJ), mask_AJ, drawn.anchors.valid_A) | {
         "loss": total.detach(),
         "weight": weight,
         "tokens": batch.total_tok,
-        "supervised": (batch.lm_T & (doc_T >= 0)).sum(),
+        "supervised": (batch.lm_T & (drawn.doc_T >= 0)).sum(),
         "anchors_asked": torch.full_like(batch.total_tok, config.num_anchors),
     }
     return total / weight.clamp_min(torch.finfo(weight.dtype).tiny), sums
 
 
-def _masks(
-    state: TrainState, lens_D: Tensor, doc_T: Tensor, anchors: A.Anchors
-) -> dict[Kind, Mask]:
-    arch = state.drafter.arch
+def _masks(state: TrainState, lens_D: Tensor, drawn: Drawn) -> dict[Kind, Mask]:
+    arch, doc_T, anchors = state.drafter.arch, drawn.doc_T, drawn.anchors
     kinds, block = layer_kinds(arch), arch.block_size
-    if state.plain or doc_T.device.type != "cpu":
+    if state.plain:
         return dense_masks(doc_T, anchors, block, kinds)
-    start_A = (lens_D.cumsum(0) - lens_D)[anchors.doc_A.clamp_min(0)]
-    return grouped_masks(doc_T, start_A, anchors, block, kinds)
+    if doc_T.device.type == "cpu":
+        start_A = (lens_D.cumsum(0) - lens_D)[anchors.doc_A.clamp_min(0)]
+        return grouped_masks(doc_T, start_A, anchors, block, kinds)
+    heads = arch.num_attention_heads // arch.num_key_value_heads
+    grid = flex.Grid(doc_T.numel(), anchors.valid_A.numel(), block, heads)
+    return flex_masks(state, lens_D, anchors, grid, kinds)
 
 
-def _weights(state: TrainState, nll_AJ: Tensor, mask_AJ: Tensor) -> Tensor:
-    train = state.config.train
+def flex_masks(
+    state: TrainState, lens_D: Tensor, anchors: A.Anchors, grid: flex.Grid, kinds: list[Kind]
+) -> dict[Kind, Mask]:
+    windows = list(dict.fromkeys(window for window, _ in kinds))
+    low_A, high_A, flags = state.piece(flex.find_flags)(anchors, lens_D, windows, grid)
+    tiles = [flex.find_tiles(part_MC, every_MC) for part_MC, every_MC in flags]
+    by_window = dict(zip(windows, tiles, strict=True))
+    return {
+        (window, causal): flex.FlexMask(
+            flex.block_mask_of(by_window[window], low_A, high_A, window, causal, grid),
+            grid.heads,
+            grid.block_size,
+        )
+        for window, causal in kinds
+    }
+
+
+def _weights(config: Config, nll_AJ: Tensor, mask_AJ: Tensor) -> Tensor:
+    train = config.train
     if train.position_weights == "dpace":
         return dpace_weights(nll_AJ, mask_AJ, train.dpace_alpha)
-    weight_J = decay_weights(state.drafter.arch.block_size, train.gamma, nll_AJ.device)
+    weight_J = decay_weights(mask_AJ.shape[1] + 1, train.gamma, nll_AJ.device)
     return weight_J.expand_as(nll_AJ)

@@ -19,6 +19,7 @@ MASK_TOKEN = 1
 def make_config(**changes: Any) -> Config:
     train = {"steps": 400, "anchor_density": 125.0, "lr": 1e-2, "log_every": 1}
     drafter = {"num_layers": 2, "block_size": BLOCK, "dtype": "float32"}
+    step = {"mode": changes.pop("mode", None)}
     for key, value in changes.items():
         (drafter if key in ("dtype", "device") else train)[key] = value
     raw = {
@@ -28,6 +29,7 @@ def make_config(**changes: Any) -> Config:
         "drafter": drafter,
         "ring": {"max_tokens": TOKENS, "max_docs": DOCS},
         "train": train,
+        "step": step,
     }
     return parse_config(raw, "test")
 
