@@ -1,0 +1,1 @@
+"""Measurements that `launch.py bench` runs. Kept results are in results/."""

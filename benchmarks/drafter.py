@@ -1,0 +1,208 @@
+"""The drafter's training step on a GPU: time, floor, memory, launches, host time, syncs.
+
+    python -m benchmarks.drafter --shapes 27b --loss kl --mode graph --json FILE
+
+Random states, random weights, equal documents, every token supervised: the same work as a full
+slot. `launch.py bench drafter` is the same program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from dflash.anchors import documents, hash_keys, sample_anchors, valid_anchors
+from dflash.arch import DrafterArch
+from dflash.config import Config
+from dflash.flex import context_range
+from dflash.model import DFlashDrafter, FrozenEnds
+from dflash.step import Batch, TrainState, train_step
+
+from .shapes import SHAPES, Shapes, floor_s, step_flop
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def random_state(shapes: Shapes, config: Config) -> TrainState:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        drafter = DFlashDrafter(shapes.arch()).bfloat16()
+        for parameter in drafter.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.02)
+        embed_VH = torch.empty(shapes.vocab, shapes.hidden, dtype=torch.bfloat16).normal_(std=0.02)
+        head_VH = embed_VH if shapes.tied else torch.empty_like(embed_VH).normal_(std=0.02)
+    return TrainState.around(config, drafter, FrozenEnds(embed_VH, head_VH))
+
+
+def random_batch(shapes: Shapes, config: Config) -> Batch:
+    tokens, docs = shapes.tokens, shapes.tokens // shapes.document_tokens
+    with torch.device("cuda"):
+        return Batch(
+            all_TF=torch.randn(tokens, 5 * shapes.hidden, dtype=torch.bfloat16),
+            vlh_TH=torch.randn(tokens, shapes.hidden, dtype=torch.bfloat16)
+            if config.wants_vlh
+            else None,
+            ids_T=torch.randint(shapes.vocab - 1, (tokens,)),
+            lm_T=torch.ones(tokens, dtype=torch.bool),
+            lens_D=torch.full((docs,), shapes.document_tokens),
+            pos_T=torch.arange(shapes.document_tokens).repeat(docs),
+            total_tok=torch.tensor(tokens),
+        )
+
+
+def seen_pairs(arch: DrafterArch, batch: Batch, num_anchors: int, seed: int = 0) -> float:
+    """(row, key) pairs that the masks of all layers let through, of the first step's draw."""
+    tokens, block = len(batch.ids_T), arch.block_size
+    doc_T = documents(batch.lens_D, batch.total_tok, tokens)
+    keys_T = hash_keys(seed, 0, 0, tokens, doc_T.device)
+    anchors = sample_anchors(keys_T, valid_anchors(batch.lm_T, doc_T), doc_T, num_anchors)
+    low_A, high_A = context_range(anchors, batch.lens_D)
+    total = 0.0
+    for layer in range(arch.num_layers):
+        window = arch.layer_window(layer)
+        length_A = (high_A - low_A).double()
+        seen_A = length_A if window is None else length_A.clamp_max(window - block / 2)
+        own = (block + 1) / 2 if arch.layer_causal(layer) else block
+        total += float((seen_A + own).sum()) * block
+    return total
+
+
+def measure(name: str, loss: str, mode: str, steps: int, kernels: int) -> dict[str, Any]:
+    shapes = SHAPES[name]
+    config, arch = shapes.config(loss, mode), shapes.arch()
+    state, batch = random_state(shapes, config), random_batch(shapes, config)
+    torch.cuda.reset_peak_memory_stats()
+    start_s = time.monotonic()
+    for seq in range(3):
+        train_step(state, batch, seq=seq, pass_idx=0)
+    torch.cuda.synchronize()
+    first_s = time.monotonic() - start_s
+
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    marks[0].record()
+    for seq in range(steps):
+        train_step(state, batch, seq=seq, pass_idx=1)
+        marks[seq + 1].record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+    step_s = statistics.median(times)
+
+    start_s = time.monotonic()
+    train_step(state, batch, seq=0, pass_idx=2)
+    host_s = time.monotonic() - start_s
+    torch.cuda.synchronize()
+    flop = step_flop(arch, config, seen_pairs(arch, batch, config.num_anchors))
+    figures = state.metrics.read()
+    floor = floor_s(arch, config, flop)
+    launches, table = count_kernels(state, batch, kernels)
+    return {
+        "bench": "drafter",
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "command": "python -m benchmarks.drafter " + " ".join(sys.argv[1:]),
+        "commit": commit(),
+        "shapes": name,
+        "loss": loss,
+        "mode": mode,
+        "step_s": step_s,
+        "step_s_min": min(times),
+        "step_s_max": max(times),
+        "tok_per_s": shapes.tokens / step_s,
+        "tflop_per_s": flop / step_s / 1e12,
+        "floor_s": floor,
+        "share_of_floor": floor / step_s,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "launches": launches,
+        "host_s": host_s,
+        "syncs": count_syncs(state, batch),
+        "first_steps_s": first_s,
+        "kernels_ms": table,
+        "loss_value": figures["loss"],
+        "grad_norm": figures["grad_norm"],
+        "skipped": figures["skipped"],
+    }
+
+
+def count_kernels(state: TrainState, batch: Batch, top: int) -> tuple[int, dict[str, float]]:
+    """(launches, milliseconds of the `top` kernels) of one step."""
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        train_step(state, batch, seq=1, pass_idx=3)
+        torch.cuda.synchronize()
+    events = [e for e in prof.key_averages() if e.self_device_time_total > 0]
+    events.sort(key=lambda e: -e.self_device_time_total)
+    table = {f"{e.key[:90]} x{e.count}": e.self_device_time_total / 1e3 for e in events[:top]}
+    return sum(e.count for e in events), table
+
+
+def count_syncs(state: TrainState, batch: Batch) -> int:
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train_step(state, batch, seq=2, pass_idx=3)
+    torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(w.message) for w in caught)
+
+
+def commit() -> str | None:
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or None
+
+
+COLUMNS = {
+    "shapes": "{}",
+    "loss": "{}",
+    "mode": "{}",
+    "step_s": "{:.4f}",
+    "tok_per_s": "{:,.0f}",
+    "tflop_per_s": "{:.0f}",
+    "share_of_floor": "{:.2f}",
+    "peak_gib": "{:.1f}",
+    "launches": "{}",
+    "host_s": "{:.4f}",
+    "syncs": "{}",
+    "first_steps_s": "{:.0f}",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["27b"])
+    parser.add_argument("--loss", nargs="+", choices=["ce", "kl"], default=["kl"])
+    parser.add_argument(
+        "--mode", nargs="+", choices=["eager", "compiled", "graph"], default=["graph"]
+    )
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--kernels", type=int, default=0, help="show so many kernels' times")
+    parser.add_argument("--json", type=Path, help="write all measurements there")
+    args = parser.parse_args()
+    found = []
+    for name in args.shapes:
+        for loss in args.loss:
+            for mode in args.mode:
+                found.append(measure(name, loss, mode, args.steps, args.kernels))
+                for kernel, ms in found[-1]["kernels_ms"].items():
+                    print(f"{ms:9.3f} ms  {kernel}")
+                print(" ".join(f"{k}={v.format(found[-1][k])}" for k, v in COLUMNS.items()))
+                gc.collect()
+                torch.cuda.empty_cache()
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

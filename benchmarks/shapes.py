@@ -1,0 +1,109 @@
+"""The shapes that the drafter's step is measured at, and what the step costs at least.
+
+Ceilings of one H200, measured: 790 TFLOP/s (an 8192^3 bf16 product), 4.3 TB/s (a device copy).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dflash.arch import DrafterArch
+from dflash.config import Config, parse_config
+
+FLOP_PER_S = 790e12
+BYTES_PER_S = 4.3e12
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A slot of equal documents, every token supervised."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tokens: int
+    document_tokens: int
+    anchors: int
+    block: int
+    window: int | None = None
+    """4 sliding layers and a full one; None: 5 full layers."""
+    tied: bool = False
+
+    def config(self, loss: str, mode: str, **drafter: Any) -> Config:
+        return parse_config(
+            {
+                "run": {"name": "bench"},
+                "data": {"path": "-"},
+                "target": {"model": "-"},
+                "drafter": {"device": "cuda", "block_size": self.block, **drafter},
+                "ring": {
+                    "max_tokens": self.tokens,
+                    "max_docs": self.tokens // self.document_tokens,
+                },
+                "train": {
+                    "steps": 10**6,
+                    "loss": loss,
+                    "anchor_density": 1000 * self.anchors / self.tokens,
+                },
+                "step": {"mode": mode},
+            },
+            "bench",
+        )
+
+    def arch(self) -> DrafterArch:
+        slides = self.window is not None
+        return DrafterArch(
+            num_layers=5,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=1e-6,
+            rope_theta=1e6,
+            max_position_embeddings=32768,
+            attention_bias=False,
+            layer_types=("sliding_attention" if slides else "full_attention",) * 4
+            + ("full_attention",),
+            sliding_window=self.window,
+            is_causal=None,
+            block_size=self.block,
+            mask_token_id=self.vocab - 1,
+            taps=(1, 8, 15, 22, 29),
+            num_target_layers=32,
+            vocab_size=self.vocab,
+        )
+
+
+SHAPES = {
+    "27b": Shapes(5120, 17408, 32, 8, 128, 248320, 49152, 4096, 1024, 32, window=2048),
+    "8b": Shapes(4096, 12288, 32, 8, 128, 151936, 8192, 2048, 512, 16),
+    "8b-49k": Shapes(4096, 12288, 32, 8, 128, 151936, 49152, 4096, 1024, 32),
+    "smollm2": Shapes(576, 1536, 9, 3, 64, 49152, 4096, 1024, 64, 16, tied=True),
+}
+
+
+def step_flop(arch: DrafterArch, config: Config, seen_pairs: float) -> float:
+    """Of one step, nothing recomputed: matmuls forward and backward, and attention at 3.5 times its
+    forward. `seen_pairs`: (block row, key) pairs that the masks let through, over all layers."""
+    h, e, tokens = arch.hidden_size, arch.head_dim, config.ring.max_tokens
+    q, kv = arch.num_attention_heads * e, arch.num_key_value_heads * e
+    rows = config.num_anchors * arch.block_size
+    layer = h * (2 * q + 2 * kv + 3 * arch.intermediate_size)
+    blocks = 6 * rows * layer * arch.num_layers
+    context = 6 * tokens * 2 * kv * h * arch.num_layers + 4 * tokens * arch.num_taps * h * h
+    passes = 3 if config.wants_vlh else 2
+    head = 2 * passes * (rows - config.num_anchors) * h * arch.vocab_size
+    return blocks + context + head + 3.5 * 4 * q * seen_pairs
+
+
+def floor_s(arch: DrafterArch, config: Config, flop: float) -> float:
+    """Time that the arithmetic takes at FLOP_PER_S, and after it the logits (each matrix written
+    once and read once, the gradient written once and read once) and AdamW at BYTES_PER_S."""
+    logits = 2 * config.num_anchors * (arch.block_size - 1) * arch.vocab_size
+    moved = logits * (6 if config.wants_vlh else 4) + 30 * arch.num_parameters
+    return flop / FLOP_PER_S + moved / BYTES_PER_S
