@@ -104,20 +104,36 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps)
         self.k_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps)
 
-    def keys_values(self, x_SH: Tensor, rope: Rope) -> KeyValue:
-        """Of the block rows, after input_layernorm; `context_kv` does the same for the context's
-        states, which no layer norms."""
-        k_SGE = self.k_proj(x_SH).unflatten(-1, (-1, self.head_dim))
-        v_SGE = self.v_proj(x_SH).unflatten(-1, (-1, self.head_dim))
-        return rotate(self.k_norm(k_SGE), rope), v_SGE
-
     def key_value_projections(self) -> tuple[nn.Linear, nn.Linear]:
         return self.k_proj, self.v_proj
 
-    def forward(self, x_QH: Tensor, rope: Rope, ctx: KeyValue, mask: Mask) -> Tensor:
-        q_QNE = self.q_proj(x_QH).unflatten(-1, (-1, self.head_dim))
-        q_QNE = rotate(self.q_norm(q_QNE), rope)
-        return self.o_proj(attend(q_QNE, ctx, self.keys_values(x_QH, rope), mask).flatten(-2))
+    def forward(
+        self, x_SH: Tensor, rope: Rope, ctx: KeyValue, mask: Mask, block_size: int | None = None
+    ) -> Tensor:
+        """Of the block rows, after input_layernorm. x_SH has a row for each of rope's, or is
+        `distinct`. With block_size, out has no row of an anchor."""
+        rows = len(rope[0])
+        q_QNE, k_QGE, v_QGE = (
+            spread(x.unflatten(-1, (-1, self.head_dim)), rows)
+            for x in (self.q_proj(x_SH), self.k_proj(x_SH), self.v_proj(x_SH))
+        )
+        q_QNE, k_QGE = rotate(self.q_norm(q_QNE), rope), rotate(self.k_norm(k_QGE), rope)
+        out_QNE = attend(q_QNE, ctx, (k_QGE, v_QGE), mask)
+        return self.o_proj(_skip_anchors(out_QNE, block_size).flatten(-2))
+
+
+def spread(x: Tensor, rows: int) -> Tensor:
+    """Distinct rows [A anchors, the masked one] -> [Q], block by block: anchor, then the masked one
+    K-1 times. As it is if it has `rows` rows."""
+    if len(x) == rows:
+        return x
+    anchors, masked = x[:-1, None], x[-1]
+    masked = masked.expand(len(anchors), rows // len(anchors) - 1, *masked.shape)
+    return torch.cat((anchors, masked), dim=1).flatten(0, 1)
+
+
+def _skip_anchors(x: Tensor, block_size: int | None) -> Tensor:
+    return x if block_size is None else x.unflatten(0, (-1, block_size))[:, 1:].flatten(0, 1)
 
 
 class MLP(nn.Module):
@@ -139,8 +155,20 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
         self.mlp = MLP(arch)
 
-    def forward(self, x_QH: Tensor, rope: Rope, ctx: KeyValue, mask: Mask) -> Tensor:
-        x_QH = x_QH + self.self_attn(self.input_layernorm(x_QH), rope, ctx, mask)
+    def forward(
+        self,
+        x_QH: Tensor,
+        rope: Rope,
+        ctx: KeyValue,
+        mask: Mask,
+        distinct_UH: Tensor | None = None,
+        block_size: int | None = None,
+    ) -> Tensor:
+        """distinct_UH: what x_QH is `spread` from, where it is. block_size: leave out the anchors'
+        rows."""
+        source = x_QH if distinct_UH is None else distinct_UH
+        attended = self.self_attn(self.input_layernorm(source), rope, ctx, mask, block_size)
+        x_QH = _skip_anchors(x_QH, block_size) + attended
         return x_QH + self.mlp(self.post_attention_layernorm(x_QH))
 
 
@@ -217,6 +245,33 @@ class DFlashDrafter(nn.Module):
         rope = self._rope_tables(pos_Q, self.arch.head_dim, self.arch.rope_theta)
         for index, layer in enumerate(self._layers()):
             x_QH = layer(x_QH, rope, ctx_kv[index], masks[layer_kind(self.arch, index)])
+        return self.norm(x_QH)
+
+    def blocks(
+        self,
+        distinct_UH: Tensor,
+        pos_Q: Tensor,
+        ctx_kv: Sequence[KeyValue],
+        masks: Mapping[Kind, Mask],
+    ) -> Tensor:
+        """`forward` of A whole blocks, for training: distinct_UH [A+1, H] holds the embedded
+        anchors and the masked token; hidden_RH has the rows of slots 1..K-1 alone.
+
+        The first layer projects the A+1 distinct rows, not all Q; the last one leaves the anchors'
+        rows, which predict nothing, out of all that follows its attention.
+        """
+        block, last = self.arch.block_size, self.arch.num_layers - 1
+        rope = self._rope_tables(pos_Q, self.arch.head_dim, self.arch.rope_theta)
+        x_QH = spread(distinct_UH, len(pos_Q))
+        for index, layer in enumerate(self._layers()):
+            x_QH = layer(
+                x_QH,
+                rope,
+                ctx_kv[index],
+                masks[layer_kind(self.arch, index)],
+                distinct_UH if index == 0 else None,
+                block if index == last else None,
+            )
         return self.norm(x_QH)
 
 

@@ -202,9 +202,9 @@ def forward_loss(state: TrainState, batch: Batch) -> tuple[Tensor, dict[str, Ten
     drawn = state.piece(draw)(batch, state.inputs, config.num_anchors, drafter.arch)
     masks = _masks(state, batch.lens_D, drawn)
     ctx_kv = state.piece(see_context)(drafter, batch.all_TF, drawn)
-    hidden_QH = drafter(ends.embed(drawn.ids_Q), drawn.pos_Q, ctx_kv, masks)
+    ids_U = torch.cat((drawn.ids_Q[::block], drawn.ids_Q[1:2]))
+    hidden_RH = drafter.blocks(ends.embed(ids_U), drawn.pos_Q, ctx_kv, masks)
 
-    hidden_RH = hidden_QH.unflatten(0, (-1, block))[:, 1:].flatten(0, 1)
     teacher_RH = None
     if config.train.loss == "kl":
         assert batch.vlh_TH is not None
