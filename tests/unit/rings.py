@@ -234,7 +234,54 @@ def start_again(path: str, end_seq: str) -> None:
     shm_ring.clear_closed(path, int(end_seq))
 
 
-ROLES = {f.__name__: f for f in (write, hold, read, keep, fork, limited, own, start_again)}
+def produce(path: str, name: str) -> None:
+    """Passes all that a writer can pass: an abort, a publish, and one after a pause."""
+    writer = RingWriter(path, name, fields=FIELDS)
+    writer.abort(claimed(writer))
+    publish_one(writer)
+    lease = claimed(writer)
+    say("holds", lease.seq)
+    sys.stdin.readline()
+    writer.publish(lease, total_tok=fill(lease))
+    writer.leave()
+
+
+def consume(path: str, name: str) -> None:
+    """Passes all that a reader can pass, and ends the run. It needs a writer beside it."""
+    reader = RingReader(path, name, fields=FIELDS)
+    reader.give_back(reader.take(0))
+    reader.reject(reader.take(0))
+    reader.done(reader.take(0))
+    lease = reader.take(1)
+    say("holds", 1)
+    sys.stdin.readline()
+    reader.done(lease)
+    for seq in range(2, reader.end_seq):
+        reader.done(reader.take(seq))
+    reader.close_run()
+    reader.leave()
+
+
+def start_over(path: str, name: str, base: str) -> None:
+    RingReader(path, name, fields=FIELDS).rewind(int(base))
+
+
+ROLES = {
+    f.__name__: f
+    for f in (
+        write,
+        hold,
+        read,
+        keep,
+        fork,
+        limited,
+        own,
+        start_again,
+        produce,
+        consume,
+        start_over,
+    )
+}
 
 if __name__ == "__main__":
     ROLES[sys.argv[1]](*sys.argv[2:])
