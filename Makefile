@@ -8,13 +8,15 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all soak model lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      install, train a drafter for SmolLM2-135M on this CPU, measure it, export it (~10 minutes)"
 	@echo "make test      install, then tests, lint and types, as CI does"
 	@echo "make test-all  the slow tests too"
+	@echo "make soak      the ring under 500 kills, stops and rewinds"
+	@echo "make model     the larger searches of the ring's model (needs spin, 6 GB)"
 	@echo "make clean     remove .venv, runs and exports (the cache of converted targets stays)"
 
 .venv/bin/python:
@@ -51,6 +53,12 @@ test: .venv/.dev
 
 test-all: .venv/.dev
 	$(BIN)/pytest -m 'not gpu'
+
+soak: .venv/.dev
+	PYTHONPATH=. $(BIN)/python tests/unit/ring_soak.py 500
+
+model: .venv/.dev
+	$(BIN)/pytest tests/model
 
 clean:
 	rm -rf .venv runs exports
