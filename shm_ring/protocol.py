@@ -42,13 +42,13 @@ from .state import (
     WRITING,
     Token,
     View,
-    check,
     count,
     generation_of,
     is_mine,
     note_occupancy,
     owner_of,
     pack_word,
+    scan,
     state_of,
 )
 
@@ -64,29 +64,28 @@ def _commit(view: View, slot: int, state: int, owner: int, now: int) -> None:
 
 def settle(view: View, now: int) -> None:
     """Finish a rewind whose party died, then derive head and tail. The model's FIX."""
-    check(view)
+    found = scan(view)
+    note_occupancy(view, found.ready, now)
     if view.meta[at.SETTLED] != view.meta[at.EPOCH]:
         finish_rewind(view, now)
-    derive(view)
-    note_occupancy(view, now)
+        found = scan(view)
+    derive(view, found.seqs)
 
 
-def derive(view: View) -> None:
-    """head = 1 + the highest seq in a slot of this epoch, if more; tail = the lowest, else head."""
+def derive(view: View, seqs: list[int]) -> None:
+    """head = 1 + the highest of this epoch's seqs, if more; tail = the lowest, else head.
+
+    The model's DERIVE.
+    """
     meta = view.meta
-    head, epoch = meta[at.HEAD], meta[at.EPOCH]
-    mine = [  # is_mine, without 64 calls
-        words[at.SEQ]
-        for words in view.slots
-        if words[at.SLOT_EPOCH] == epoch and words[at.WORD] & 0xFFFF not in FREE
-    ]
-    if len(set(mine)) != len(mine):
-        raise RingError(f"the ring is damaged: two slots hold one seq, among {sorted(mine)}")
-    if mine and max(mine) >= head:
-        head = max(mine) + 1
+    head = meta[at.HEAD]
+    if len(set(seqs)) != len(seqs):
+        raise RingError(f"the ring is damaged: two slots hold one seq, among {sorted(seqs)}")
+    if seqs and max(seqs) >= head:
+        head = max(seqs) + 1
         meta[at.HEAD] = head
         crash_point("derive.head")
-    tail = min(mine, default=head)
+    tail = min(seqs, default=head)
     if tail != meta[at.TAIL]:
         meta[at.TAIL] = tail
         crash_point("derive.tail")
@@ -282,7 +281,7 @@ def done(view: View, token: Token, now: int) -> bool:
     _commit(view, token.slot, CONSUMED, NOBODY, now)
     count(view, "acknowledged", now)
     crash_point("done.word")
-    derive(view)
+    derive(view, scan(view).seqs)
     return True
 
 
@@ -328,7 +327,7 @@ def rewind(view: View, base: int, now: int) -> int:
     crash_point("rewind.epoch")
     finish_rewind(view, now)
     count(view, "rewinds", now)
-    derive(view)
+    derive(view, scan(view).seqs)
     return int(meta[at.EPOCH])
 
 

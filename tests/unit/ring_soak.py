@@ -113,6 +113,12 @@ def read(path: Path, name: str, log: Log, rng: random.Random, epoch: int, first:
     reader.leave()
 
 
+def rewind(path: Path, name: str, log: Log, rng: random.Random, base: int) -> None:
+    reader = RingReader(path, name, fields=FIELDS)
+    log("rewound", reader.rewind(base), base)
+    reader.leave()
+
+
 @dataclass
 class Soak:
     path: Path
@@ -141,12 +147,13 @@ class Soak:
 
     def start_readers(self) -> None:
         """A trainer of READERS ranks, after a rewind to somewhere up to 8 slots back."""
-        rewinder = RingReader(self.path, "rewinder", fields=FIELDS)
-        view = snapshot(self.path)
-        base = min(view.end_seq, max(0, view.tail - self.rng.randrange(9)))
-        epoch = rewinder.rewind(base)
-        rewinder.leave()
-        self.did["rewinds"] += 1
+        base = max(0, snapshot(self.path).tail - self.rng.randrange(9))
+        rewinder = self.start(rewind, base)
+        while rewinder.is_alive():  # it may wait for a process that was stopped in CTRL
+            self.wake()
+            time.sleep(0.001)
+        assert rewinder.exitcode == 0
+        epoch = snapshot(self.path).epoch
         self.readers = [self.start(read, epoch, base + rank) for rank in range(READERS)]
 
     def kill(self, process: BaseProcess) -> None:
