@@ -117,6 +117,24 @@ def _become(module: str, what: str, args: list[str]) -> NoReturn:
     os.execve(sys.executable, command, {**os.environ, **module_env()})
 
 
+@app.command(context_settings=PASS_ON)
+def bench(
+    context: typer.Context,
+    what: Annotated[str, typer.Argument(metavar="ring|target|drafter|pipeline")],
+) -> NoReturn:
+    """Measure one part on this machine; --json FILE keeps the figures.
+
+    Passes on the rest: `python -m benchmarks.ring --help` explains it.
+    """
+    from launcher.rundir import ROOT
+    from launcher.session import module_env
+
+    if not (ROOT / "benchmarks" / f"{what}.py").is_file():
+        raise typer.BadParameter(f"no bench {what!r}: ring, target, drafter or pipeline")
+    command = [sys.executable, "-m", f"benchmarks.{what}", *context.args]
+    os.execve(sys.executable, command, {**os.environ, **module_env()})
+
+
 @app.command()
 def doctor() -> int:
     """Show machine, shared memory, GPUs and packages, and what dead runs have left."""
@@ -138,6 +156,30 @@ def destroy(
     path = ring_path(what)
     destroy(path, force=force)
     print(f"removed {path}")
+    return 0
+
+
+@ring.command()
+def reap(what: RingOrRun = None) -> int:
+    """Take back now what dead processes held. Safe beside a live run, which does so itself."""
+    from launcher.status import ring_path
+    from shm_ring import reap
+
+    path = ring_path(what)
+    found = reap(path)
+    waiting = f", {found.quarantined} in quarantine: reap again" if found.quarantined else ""
+    print(f"{path}: {found.died} dead processes, {found.slots} slots changed{waiting}")
+    return 0
+
+
+@ring.command()
+def drain(what: RingOrRun = None) -> int:
+    """Empty the ring of a dead run, poisoned slots too. Refuses while one of its processes lives."""
+    from launcher.status import ring_path
+    from shm_ring import drain
+
+    path = ring_path(what)
+    print(f"{path}: {drain(path)} slots emptied")
     return 0
 
 

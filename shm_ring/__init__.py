@@ -17,6 +17,7 @@ from .errors import (
 from .inspect import PartyView, RingSnapshot, SlotView, rates, snapshot
 from .layout import Field, hidden_state_fields, ring_bytes
 from .remove import Leftover, destroy, leftovers, sweep
+from .repair import Reaped, drain, reap
 from .ring import ReadLease, RingReader, RingWriter, WriteLease
 from .space import free_bytes
 
@@ -28,6 +29,7 @@ __all__ = [
     "PartyView",
     "Poisoned",
     "ReadLease",
+    "Reaped",
     "RingBusy",
     "RingError",
     "RingMissing",
@@ -41,10 +43,12 @@ __all__ = [
     "clear_closed",
     "create",
     "destroy",
+    "drain",
     "free_bytes",
     "hidden_state_fields",
     "leftovers",
     "rates",
+    "reap",
     "ring_bytes",
     "snapshot",
     "sweep",
