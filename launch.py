@@ -174,7 +174,7 @@ def reap(what: RingOrRun = None) -> int:
 
 @ring.command()
 def drain(what: RingOrRun = None) -> int:
-    """Empty the ring of a dead run, poisoned slots too. Refuses while one of its processes lives."""
+    """Empty the ring of a dead run, its poison too. Refuses while one of its processes lives."""
     from launcher.status import ring_path
     from shm_ring import drain
 
