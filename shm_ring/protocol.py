@@ -49,6 +49,7 @@ from .state import (
     owner_of,
     pack_word,
     scan,
+    seqs_of_epoch,
     state_of,
 )
 
@@ -281,7 +282,7 @@ def done(view: View, token: Token, now: int) -> bool:
     _commit(view, token.slot, CONSUMED, NOBODY, now)
     count(view, "acknowledged", now)
     crash_point("done.word")
-    derive(view, scan(view).seqs)
+    derive(view, seqs_of_epoch(view))
     return True
 
 
@@ -327,7 +328,7 @@ def rewind(view: View, base: int, now: int) -> int:
     crash_point("rewind.epoch")
     finish_rewind(view, now)
     count(view, "rewinds", now)
-    derive(view, scan(view).seqs)
+    derive(view, seqs_of_epoch(view))
     return int(meta[at.EPOCH])
 
 

@@ -1,0 +1,32 @@
+"""`launch.py bench ring`: what it measures and writes; how fast is for benchmarks/results."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_bench_ring_writes_one_object_a_measurement(tmp_path: Path) -> None:
+    file = tmp_path / "ring.json"
+    command = [sys.executable, str(ROOT / "launch.py"), "bench", "ring", "--quick", "--tokens=256"]
+    done = subprocess.run(
+        [*command, f"--json={file}"], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    found = {(row["mode"], row.get("slots")): row for row in json.loads(file.read_text())}
+    assert found["handoff", 12]["handoff_us"] > 0 and found["handoff", 64]["handoff_us"] > 0
+    assert found["payload, sums off", 4]["ratio_to_memcpy"] > 0
+    assert found["payload, sums on", 4]["memcpy_gb_per_s"] > 0
+    assert found["wake-up", None]["p50_ms"] <= found["wake-up", None]["p99_ms"]
+    assert found["reclaim", None]["max_s"] > 0
+    assert 0 <= found["idle", None]["cpu_share"] <= 1
+    assert all(row["bench"] == "ring" and row["cores"] > 0 for row in found.values())
+
+
+def test_an_unknown_bench_is_refused_in_one_line() -> None:
+    command = [sys.executable, str(ROOT / "launch.py"), "bench", "nothing"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "no bench 'nothing': ring, target, drafter or pipeline" in done.stderr
