@@ -3,10 +3,11 @@
     python data/demo/make_conversations.py --target DIR [--out FILE] [--limit N]
 
 Greedy decoding in bfloat16, in left-padded batches of a fixed order: the same machine gives the
-same file again (another CPU, or another --batch, may round a near-tie the other way). An answer
+same file again (another CPU, --batch or --threads may round a near-tie the other way). An answer
 that hits --max-new-tokens has no stop token to train on and is mostly a repetition loop: its
 conversation is dropped and counted, never cut. One JSON object a line, `messages` only.
-About 25 minutes on two cores.
+The file in the repository: 1315 prompts to SmolLM2-135M-Instruct, 169 dropped, half an hour on a
+busy two-core machine.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="only the first N prompts")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=320)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)

@@ -100,6 +100,20 @@ def test_a_rendering_problem_is_named_with_its_line(tmp_path: Path, tokenizer: A
         build(tmp_path, [talk("a", "b"), talk("c", "\n\nd")], tokenizer)
 
 
+def test_the_demo_conversations_are_answers_to_the_demo_prompts() -> None:
+    """In the order of make_prompts.py, none twice; every answer of every turn is there."""
+    demo = Path(__file__).parents[2] / "data" / "demo"
+    prompts = subprocess.run(
+        [sys.executable, str(demo / "make_prompts.py")], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    asked = [
+        "\t".join(message["content"] for message in messages[::2])
+        for _, messages in read_conversations(demo / "conversations.jsonl")
+    ]
+    assert len(asked) >= 1000
+    assert asked == [prompt for prompt in prompts if prompt in set(asked)]
+
+
 # --- the split ------------------------------------------------------------------------------------
 
 
