@@ -233,7 +233,7 @@ def machine() -> Figures:
         "cpu": names[0] if names else platform.machine(),
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
-        "kernel": platform.release(),
+        "kernel": platform.release().partition("-")[0],
         "python": platform.python_version(),
         "numpy": np.__version__,
     }

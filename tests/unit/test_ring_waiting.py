@@ -85,6 +85,26 @@ def test_a_lost_hint_costs_a_timed_look_and_is_counted(path: Path, monkeypatch: 
     assert counted(path, "late_wakeup") == 1
 
 
+@pytest.mark.parametrize("posts", [0, 2])
+def test_dropped_and_doubled_hints_do_not_matter(path: Path, monkeypatch: Any, posts: int) -> None:
+    """A whole run, both sides waiting for each other."""
+    ring = Bells.ring
+    monkeypatch.setattr(Bells, "ring", lambda s, p: [ring(s, p) for _ in range(posts)])
+    writer, reader = writer_of(path), reader_of(path)
+
+    def fill_slots() -> None:
+        for _ in range(9):
+            publish_one(writer)
+
+    thread = threading.Thread(target=fill_slots)
+    thread.start()
+    for seq in range(9):
+        lease = reader.take(seq)
+        assert holds_payload(lease)
+        reader.done(lease)
+    thread.join()
+
+
 def test_removed_semaphores_do_not_matter(path: Path) -> None:
     writer, reader = writer_of(path), reader_of(path)
     for party in (writer.id, reader.id):
