@@ -1,12 +1,13 @@
-"""A trained drafter in the layout that other programs serve: z-lab's DFlash checkpoint.
+"""A trained drafter in a layout that other programs serve: z-lab's, or that of speculators.
 
-    python -m dflash.export RUN|CHECKPOINT --to DIR [--format z-lab]
+    python -m dflash.export RUN|CHECKPOINT --to DIR [--format z-lab|speculators]
 
 DIR then holds config.json and model.safetensors (bfloat16), which z-lab's package, vLLM and SGLang
-read; README.md, the model card with the commands that serve it; and export.json, where it came
-from. Every key and every tensor is checked against a table before the directory appears, because a
-wrong name is ignored in silence by some of the servers; what was written is read back and its
-logits are compared. `read_export` loads such a directory, ours or one published by others.
+read (the other layout: speculators and vLLM); README.md, the model card with the commands that
+serve it; and export.json, where it came from. Every key and every tensor is checked against a table
+before the directory appears, because a wrong name is ignored in silence by some of the servers;
+what was written is read back and its logits are compared. `read_export` loads such a directory,
+ours or one published by others.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from typing import Any
 import torch
 import yaml
 
-from . import zlab
+from . import speculators, zlab
 from .arch import DrafterArch, TargetArch
 from .checkpoint import Checkpoint, find_checkpoint, load
 from .config import ConfigError, parse_config
 from .mask import decode_masks
 from .model import DFlashDrafter, FrozenEnds, layer_kinds
-from .model_card import model_card
+from .model_card import model_card, serving_name
 from .target_files import load_ends, resolve_target
 
 PROVENANCE = "export.json"
-FORMATS = {"z-lab": zlab}
-"""A layout is a module with to_config, check_config, from_config and check_tensors."""
+FORMATS = ("z-lab", "speculators")
+"""Each a module with to_config, check_config and from_config; the tensors are the same."""
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -44,7 +45,7 @@ def is_export(path: str | Path) -> bool:
 
 
 def read_export(path: str | Path) -> tuple[DrafterArch, dict[str, torch.Tensor], dict[str, Any]]:
-    """(arch, bfloat16 weights, provenance or {}) of a drafter directory in the z-lab layout.
+    """(arch, bfloat16 weights, provenance or {}) of a drafter directory in either layout.
 
     Raises ConfigError where keys or tensors are not those of a DFlash drafter.
     """
@@ -53,7 +54,9 @@ def read_export(path: str | Path) -> tuple[DrafterArch, dict[str, torch.Tensor],
     path = Path(path)
     if not is_export(path):
         raise ConfigError(f"{path}: no config.json and model.safetensors: not an exported drafter")
-    arch = zlab.from_config(json.loads((path / "config.json").read_text()))
+    raw = json.loads((path / "config.json").read_text())
+    layout = speculators if "speculators_model_type" in raw else zlab
+    arch = layout.from_config(raw)
     weights = load_file(path / "model.safetensors")
     zlab.check_tensors(weights, arch, str(path))
     provenance = path / PROVENANCE
@@ -89,15 +92,18 @@ def export(checkpoint_path: str | Path, to: str | Path, format_name: str = "z-la
     checkpoint = load(path)
     config = parse_config(yaml.safe_load(checkpoint.config_yaml), str(path / "run.yaml"))
     target_dir = resolve_target(config.target.model)
-    ends = load_ends(target_dir, TargetArch.read(target_dir), torch.float32, "cpu")
-    card = model_card(checkpoint, config, path, to.name, target_dir)
+    target = TargetArch.read(target_dir)
+    verifier = speculators.Verifier(serving_name(config, target_dir), target.architecture)
+    raw = checked_config(format_name, checkpoint.arch, verifier)
+    ends = load_ends(target_dir, target, torch.float32, "cpu")
+    card = model_card(checkpoint, config, path, to.name, target_dir, format_name)
 
     to.parent.mkdir(parents=True, exist_ok=True)
     for leftover in to.parent.glob(f".{to.name}.tmp-*"):  # of an export that was killed
         shutil.rmtree(leftover)
     temp = Path(tempfile.mkdtemp(dir=to.parent, prefix=f".{to.name}.tmp-"))
     try:
-        rounded = _write(format_name, checkpoint, temp)
+        rounded = _write(format_name, raw, checkpoint, temp)
         drift = _verify(temp, checkpoint, rounded, ends)
         (temp / "README.md").write_text(card)
         temp.chmod(0o755)  # mkdtemp's 0700 is for nobody else
@@ -112,15 +118,27 @@ def export(checkpoint_path: str | Path, to: str | Path, format_name: str = "z-la
     ]
 
 
-def _write(format_name: str, checkpoint: Checkpoint, directory: Path) -> dict[str, torch.Tensor]:
+def checked_config(
+    format_name: str, arch: DrafterArch, verifier: speculators.Verifier
+) -> dict[str, Any]:
+    """config.json, held against its layout's table. z-lab's does not name the target."""
+    if format_name == "z-lab":
+        raw = zlab.to_config(arch)
+        zlab.check_config(raw, arch)
+    else:
+        raw = speculators.to_config(arch, verifier)
+        speculators.check_config(raw, arch)
+    return raw
+
+
+def _write(
+    format_name: str, raw: dict[str, Any], checkpoint: Checkpoint, directory: Path
+) -> dict[str, torch.Tensor]:
     """config.json, model.safetensors, export.json. Returns the rounded weights."""
     from safetensors.torch import save_file
 
-    layout, arch = FORMATS[format_name], checkpoint.arch
-    raw = layout.to_config(arch)
-    layout.check_config(raw, arch)
     rounded = {name: w.to(torch.bfloat16).contiguous() for name, w in checkpoint.weights.items()}
-    layout.check_tensors(rounded, arch, "export")
+    zlab.check_tensors(rounded, checkpoint.arch, "export")
     save_file(rounded, directory / "model.safetensors", metadata={"format": "pt"})
     provenance = {
         "format": format_name,

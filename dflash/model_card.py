@@ -30,17 +30,7 @@ target keeps those it would have written itself. It is of use with this target o
 ## Serving
 
 `DRAFTER` is this directory. Temperature 0 gives the target's own text, token for token up to ties.
-
-vLLM:
-```
-{vllm}
-```
-
-SGLang (its class for the target must be able to capture layers for DFlash):
-```
-{sglang}
-```
-
+{serving}
 The measurement above, again, on this directory:
 ```
 python launch.py eval DRAFTER
@@ -49,7 +39,12 @@ python launch.py eval DRAFTER
 
 
 def model_card(
-    checkpoint: Checkpoint, config: Config, path: Path, name: str, target_dir: Path
+    checkpoint: Checkpoint,
+    config: Config,
+    path: Path,
+    name: str,
+    target_dir: Path,
+    format_name: str,
 ) -> str:
     arch = checkpoint.arch
     target = serving_name(config, target_dir)
@@ -61,9 +56,43 @@ def model_card(
         proposals=arch.block_size - 1,
         facts="\n".join(f"| {key} | {value} |" for key, value in facts(checkpoint, config).items()),
         acceptance=acceptance(checkpoint, path),
-        vllm=vllm_command(arch, target),
-        sglang=sglang_command(arch, target),
+        serving=serving(arch, target, format_name, on_hub),
     )
+
+
+VLLM = """
+vLLM:
+```
+{command}
+```
+"""
+VLLM_ALONE = """
+or, since this layout names its target, `vllm serve DRAFTER`.
+"""
+SGLANG = """
+SGLang (its class for the target must be able to capture layers for DFlash):
+```
+{command}
+```
+"""
+NO_SGLANG = """
+SGLang reads z-lab's layout only: `python launch.py export RUN --to DIR`.
+"""
+UNSCALED = """
+This target multiplies its embeddings by {scale:g}, and so did the training. z-lab's package does as
+well (`input_embedding_scale`); vLLM 0.33.0 and SGLang 0.5.23 do not, and accept less than measured.
+"""
+
+
+def serving(arch: DrafterArch, target: str, format_name: str, on_hub: bool) -> str:
+    parts = [VLLM.format(command=vllm_command(arch, target))]
+    if format_name == "speculators":
+        parts += [VLLM_ALONE] * on_hub + [NO_SGLANG]
+    else:
+        parts.append(SGLANG.format(command=sglang_command(arch, target)))
+    if arch.embed_scale != 1.0:
+        parts.append(UNSCALED.format(scale=arch.embed_scale))
+    return "".join(parts)
 
 
 def serving_name(config: Config, target_dir: Path) -> str:
