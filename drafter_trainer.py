@@ -9,10 +9,12 @@ else decides what it computes: a run that is killed and started again gives the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,15 @@ import torch
 from dflash import checkpoint
 from dflash.arch import DrafterArch, TargetArch
 from dflash.config import Config, load_config
+from dflash.feed import Feed
 from dflash.prepare import Prepared
 from dflash.slot import slot_views
-from dflash.step import DTYPES, TrainState, train_step
+from dflash.step import DTYPES, Batch, TrainState, train_step
 from dflash.target import load_ends
 from launcher import child
 from launcher.slot import slot_fields
 from shm_ring import ReadLease, RingReader, Stopped, snapshot
+from shm_ring.pin import pin
 
 log = logging.getLogger("trainer")
 
@@ -44,8 +48,11 @@ def run(run_dir: Path) -> int:
 
     arch, steps = state.drafter.arch, config.train.steps
     fields = slot_fields(config, arch)
-    ring = RingReader(config.ring.path, "trainer_0", fields=fields, verify=config.ring.verify)
+    on_gpu = config.drafter.device == "cuda"
+    verify = config.ring.verify and not on_gpu  # there the copy is summed, on the device
+    ring = RingReader(config.ring.path, "trainer_0", fields=fields, verify=verify)
     ring.rewind(state.slot)
+    slots = (CopiedSlots if on_gpu else PageSlots)(ring, config, arch)
     journal = Journal(run_dir / "metrics.jsonl", ring, config, state.step)
     child.ready(f"step {state.step} of {steps}, {arch.num_parameters:,} parameters")
 
@@ -54,28 +61,26 @@ def run(run_dir: Path) -> int:
         checkpoint.save(checkpoints, whole, keep=config.train.keep_checkpoints)
         return state.step
 
-    lease: ReadLease | None = None
     saved_step = state.step
     while state.step < steps and not child.stop_requested():
         seq, pass_idx = state.slot, state.pass_idx
-        if lease is None:
-            try:
-                lease = ring.take(seq, stop=child.stop_requested)
-            except Stopped:
-                break
-            batch = slot_views(lease.buffer, config, arch)
+        try:
+            batch = slots.batch(seq)
+        except Stopped:
+            break
         train_step(state, batch, seq=seq, pass_idx=pass_idx)
-        if state.slot != seq or state.step == steps:
-            ring.done(lease)
-            lease = None
+        journal.write_posted()
         if state.step % config.train.log_every == 0 or state.step == steps:
-            journal.write(state)
+            journal.post(state)
+        if state.slot != seq or state.step == steps:
+            slots.finished(state.slot)
         if state.step % config.train.checkpoint_every == 0 or state.step == steps:
+            journal.write_posted()
             saved_step = save()
         ring.beat()
 
-    if lease is not None:
-        ring.give_back(lease)
+    slots.give_back()
+    journal.write_posted()
     if state.step > saved_step:
         save()
     if state.step == steps:
@@ -83,6 +88,84 @@ def run(run_dir: Path) -> int:
     ring.leave()
     log.info("step %d of %d is saved", state.step, steps)
     return child.DONE if state.step == steps else child.STOPPED
+
+
+class PageSlots:
+    """On a CPU: a step reads the ring's own pages."""
+
+    def __init__(self, ring: RingReader, config: Config, arch: DrafterArch) -> None:
+        self.ring, self.config, self.arch = ring, config, arch
+        self.lease: ReadLease | None = None
+
+    def batch(self, seq: int) -> Batch:
+        """The slot `seq`, for the step about to run. Blocks; raises Stopped."""
+        if self.lease is None:
+            self.lease = self.ring.take(seq, stop=child.stop_requested)
+            self.views = slot_views(self.lease.buffer, self.config, self.arch)
+        return self.views
+
+    def finished(self, next_seq: int) -> None:
+        """The last step on the slot has been launched; `next_seq` comes next, if it exists."""
+        assert self.lease is not None
+        self.ring.done(self.lease)
+        self.lease = None
+
+    def give_back(self) -> None:
+        if self.lease is not None:
+            self.ring.give_back(self.lease)
+
+
+class CopiedSlots:
+    """On a GPU: the next slot is copied from page-locked pages while the step before it runs, its
+    sums are checked on the device, and it is free again before that step ends."""
+
+    def __init__(self, ring: RingReader, config: Config, arch: DrafterArch) -> None:
+        self.ring, self.config, self.arch = ring, config, arch
+        log.info("%s", pin(ring))
+        self.feed: Feed | None = None
+        self.coming: ReadLease | None = None
+        self.here = -1
+        """The slot that the feed's batch holds."""
+
+    def batch(self, seq: int) -> Batch:
+        """The slot `seq`, for the step about to run. Blocks; raises Stopped."""
+        if self.here != seq:
+            if self.coming is None:
+                self._start(seq)
+            while not self._arrived():
+                self._start(seq)
+            assert self.feed is not None
+            self.feed.load()
+            self.here = seq
+        assert self.feed is not None
+        return self.feed.batch
+
+    def _start(self, seq: int) -> None:
+        self.coming = self.ring.take(seq, stop=child.stop_requested)
+        views = slot_views(self.coming.buffer, self.config, self.arch)
+        self.feed = self.feed or Feed(views, self.config.drafter.device)
+        self.feed.start(views, self.coming.total_tok)
+
+    def _arrived(self) -> bool:
+        """Waits for the copy and lets go of the slot. False: not the bytes that were sealed."""
+        assert self.feed is not None and self.coming is not None
+        sums, lease, self.coming = self.feed.wait(), self.coming, None
+        if self.config.ring.verify and lease.sums and sums != list(lease.sums):
+            self.ring.reject(lease)
+            return False
+        self.ring.done(lease)
+        return True
+
+    def finished(self, next_seq: int) -> None:
+        """The last step on the slot has been launched: begin to copy the next one under it."""
+        if self.here != next_seq < self.ring.end_seq and not child.stop_requested():
+            with contextlib.suppress(Stopped):  # `batch` will raise it
+                self._start(next_seq)
+
+    def give_back(self) -> None:
+        if self.coming is not None and self.feed is not None:
+            self.feed.wait()
+            self.ring.give_back(self.coming)
 
 
 def fresh_state(config: Config, prepared: Prepared) -> TrainState:
@@ -103,19 +186,18 @@ class Journal:
         new = path.with_suffix(".tmp")
         new.write_text("".join(line for line in whole if json.loads(line)["step"] <= step))
         new.replace(path)
+        self.posted: tuple[Callable[[], dict[str, float]], dict[str, Any]] | None = None
         self._restart(step)
 
-    def write(self, state: TrainState) -> None:
+    def post(self, state: TrainState) -> None:
+        """Asks the device for the figures since the last post, without waiting for them."""
+        self.write_posted()
         now, steps = time.monotonic(), self.config.train.steps
         interval_s, done = now - self.start_s, state.step - self.start_step
-        figures = state.metrics.read()
         trainer_wait_s, target_wait_s, ready = self._waits()
         line: dict[str, Any] = {
-            # A mean over nothing is NaN, which is not JSON.
-            **{name: None if math.isnan(value) else value for name, value in figures.items()},
             "step": state.step,
             "steps": steps,
-            "tok_per_s": figures["tokens"] / interval_s,
             "ready_slots": ready,
             "slots": self.config.ring.slots,
             "trainer_wait_s": trainer_wait_s - self.trainer_wait_s,
@@ -124,9 +206,19 @@ class Journal:
             "eta_s": (steps - state.step) * interval_s / done,
             "time": time.time(),
         }
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self.posted = state.metrics.post(), line
         self._restart(state.step)
+
+    def write_posted(self) -> None:
+        """Called once the next step is launched, so that the device has work during the wait."""
+        if self.posted is not None:
+            (figures, line), self.posted = self.posted, None
+            found = figures()
+            line["tok_per_s"] = found["tokens"] / line["interval_s"]
+            # A mean over nothing is NaN, which is not JSON.
+            found_json = {k: None if math.isnan(value) else value for k, value in found.items()}
+            with self.path.open("a") as file:
+                file.write(json.dumps(found_json | line) + "\n")
 
     def _restart(self, step: int) -> None:
         self.start_step, self.start_s = step, time.monotonic()

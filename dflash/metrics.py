@@ -9,7 +9,7 @@ only it may be compared with `eval`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,10 +86,26 @@ class Metrics:
         self.sums += vector
 
     def read(self) -> dict[str, float]:
-        """Means since the last read, and back to zero. The one place that waits for the device."""
-        scalars, slots = self.layout.unpack(self.sums.tolist())
+        """Means since the last read, and back to zero. Waits for the device."""
+        return self.post()()
+
+    def post(self) -> Callable[[], dict[str, float]]:
+        """`read` in two parts: copies the sums and zeroes them behind the launched steps; the
+        returned function waits for that copy alone, not for steps launched since."""
+        copied = torch.empty_like(self.sums, device="cpu", pin_memory=self.sums.is_cuda)
+        copied.copy_(self.sums, non_blocking=True)
         self.sums.zero_()
-        return summarise(scalars, slots)
+        event = None
+        if self.sums.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+
+        def figures() -> dict[str, float]:
+            if event is not None:
+                event.synchronize()
+            return summarise(*self.layout.unpack(copied.tolist()))
+
+        return figures
 
 
 def summarise(scalars: dict[str, float], slots: dict[str, list[float]]) -> dict[str, float]:
