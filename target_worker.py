@@ -22,7 +22,7 @@ from dflash.plan import Plan
 from dflash.prepare import Prepared
 from dflash.slot import slot_views, write_documents
 from dflash.step import DTYPES
-from dflash.target import Target
+from dflash.target import CaptureError, Target
 from launcher import child
 from launcher.slot import slot_fields
 from shm_ring import RingWriter
@@ -38,8 +38,12 @@ def run(run_dir: Path, rank: int) -> None:
     target_arch = TargetArch.read(prepared.target_dir)
     arch = DrafterArch.build(config, target_arch, prepared.mask_token_id)
     dataset = Dataset.load(prepared.dataset)
-    limits = config.ring.max_tokens, config.ring.max_docs
-    plan = Plan(dataset.lengths, seed=config.run.seed, max_tokens=limits[0], max_docs=limits[1])
+    plan = Plan(
+        dataset.lengths,
+        seed=config.run.seed,
+        max_tokens=config.ring.max_tokens,
+        max_docs=config.ring.max_docs,
+    )
     target = Target.load(
         prepared.target_dir,
         target_arch,
@@ -48,9 +52,13 @@ def run(run_dir: Path, rank: int) -> None:
         device=config.target.device,
         micro_batch_tokens=config.target.micro_batch_tokens,
     )
-    target.self_test([dataset.document(int(doc))[0] for doc in plan.slot(0)[:3]])
+    try:
+        target.self_test([dataset.document(int(doc))[0] for doc in plan.slot(0)[:3]])
+    except CaptureError as error:
+        child.fail(error)
 
-    ring = RingWriter(config.ring.path, name=f"target_{rank}", fields=slot_fields(config, arch))
+    fields = slot_fields(config, arch)
+    ring = RingWriter(config.ring.path, f"target_{rank}", fields=fields, verify=config.ring.verify)
     child.ready(f"{config.target.dtype} on {config.target.device}, capture self-test passed")
     while (lease := ring.claim(stop=child.stop_requested)) is not None:
         names = plan.slot(lease.seq)
@@ -58,7 +66,8 @@ def run(run_dir: Path, rank: int) -> None:
         slot = slot_views(lease.buffer, config, arch)
         total_tok = write_documents(slot, documents)
         target.capture([ids for ids, _ in documents], slot.all_TF, slot.vlh_TH, beat=ring.beat)
-        if bool(slot.all_TF[:total_tok].isfinite().all()):
+        states = (slot.all_TF,) if slot.vlh_TH is None else (slot.all_TF, slot.vlh_TH)
+        if all(bool(state[:total_tok].isfinite().all()) for state in states):
             ring.publish(lease, total_tok=total_tok)
         else:
             log.error("slot %d: states are not finite, documents %s", lease.seq, names.tolist())
