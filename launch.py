@@ -91,8 +91,9 @@ def evaluate(
 ) -> NoReturn:
     """Decode held-out prompts for real: tau, by position, speed, lossless check.
 
-    Passes on: [--data FILE] [--prompts N] [--max-new-tokens N] [--target MODEL] [--json FILE]
-    [--again]; `python -m dflash.evaluate --help` explains them.
+    Passes on: [--data FILE ...] [--prompts N] [--max-new-tokens N] [--tree N] [--temperature T]
+    [--seed N] [--target MODEL] [--json FILE] [--again]; `python -m dflash.evaluate --help`
+    explains them.
     """
     _become("dflash.evaluate", what, context.args)
 

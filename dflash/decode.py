@@ -1,18 +1,20 @@
-"""Decoding for real: the target alone, and the target with a drafter (DFlash's chain), both greedy.
+"""Decoding for real: the target alone, and the target with a drafter; greedy or sampled.
 
     plain = plain_greedy(target, prompt_ids, max_new_tokens)
     drafted = speculative_greedy(target, drafter, ends, prompt_ids, max_new_tokens)
-    verdict = compare(target, prompt_ids, plain, drafted)      # identical | tie | different
+    verdict = compare(target, prompt_ids, plain.tokens, drafted.tokens)
+    speculative(..., Method(tree=32, temperature=0.8, seed=1))     # a tree of 32 nodes, sampled
 
-One round of the chain (z-lab/dflash `dflash_generate`): the drafter sees [last token, MASK x (K-1)]
-and the keys and values of every token before it; its K-1 proposals go through the target in one
-call with the last token; the longest prefix that the target agrees with is kept, and the target's
-own next token (the bonus) comes on top. So a round emits accepted + 1 tokens, and
+One round (z-lab/dflash `dflash_generate`): the drafter sees [last token, MASK x (K-1)] and the keys
+and values of every token before it; what it drafts for the next K-1 places, a chain or a tree
+(ddtree.py), goes through the target in one call with the last token; the longest path that the
+target agrees with is kept, and the target's own next token (the bonus) comes on top. So a round
+emits accepted + 1 tokens, and
 
     tau = mean of accepted + 1 over the rounds; the prefill's own token belongs to no round.
 
-The last round is cut at a stop token or at max_new_tokens: what lies beyond was not accepted. This
-is `metrics.tau_walk` round by round.
+The last round is cut at a stop token or at max_new_tokens: what lies beyond was not accepted. On a
+greedy text this is what walk.py computes, round by round.
 """
 
 from __future__ import annotations
@@ -21,14 +23,17 @@ import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .cached import CachedTarget
+from .ddtree import best_tokens, build_tree
 from .mask import decode_masks
 from .model import DFlashDrafter, FrozenEnds, KeyValue, layer_kinds
-from .target import Target, layer_output
+from .sampling import Sampler
+from .target import Target
 
 TIE_ULPS = 4
 """Two logits this near, in units in the last place of the larger, are a tie: a block of K tokens
@@ -59,99 +64,99 @@ class Decoded:
         return sum(lengths) / len(lengths) if lengths else math.nan
 
 
-class CachedTarget:
-    """The target with a key/value cache: run tokens, then keep only the first of them.
+@dataclass(frozen=True)
+class Method:
+    """How to decode. Lossless in every form: the text, or its distribution, is the target's."""
 
-    Recurrent layers have no rows to drop: their state before the last run is kept, and what is to
-    stay runs again from there.
-    """
+    tree: int | None = None
+    """Nodes of the drafted tree; None: a chain."""
+    temperature: float = 0.0
+    seed: int = 0
+    """Of the sampled tokens; nothing is random at temperature 0."""
 
-    def __init__(self, target: Target, *, rollback: bool) -> None:
-        from transformers import DynamicCache
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
 
-        self.target, self.rollback, self.length = target, rollback, 0
-        self.cache: Any = DynamicCache(config=target.model.config)
-        layers = self.cache.layers
-        self.recurrent = [layer for layer in layers if hasattr(layer, "recurrent_states")]
-        self.attention = [layer for layer in layers if not hasattr(layer, "recurrent_states")]
-        for layer in self.attention:
-            if rollback and hasattr(layer, "activate_past_recording"):
-                layer.activate_past_recording()  # a sliding window must not forget before keep()
-        self._before: list[dict[str, Any]] = []
-        self._ids_L = torch.empty(0, dtype=torch.int64)
-
-    def run(self, ids_L: Tensor, last_only: bool = False) -> tuple[Tensor, Tensor]:
-        """Append tokens. Returns (logits_LV, feat_LF): the model's own logits (of the last token
-        with `last_only`) and the concatenated taps of all of them."""
-        if self.rollback:
-            self._before = [_recurrent_state(layer) for layer in self.recurrent]
-        self._ids_L = ids_L
-        self.length += len(ids_L)
-        return self._forward(ids_L, last_only)
-
-    def keep(self, length: int) -> None:
-        """Take back the tokens of the last run from position `length` on."""
-        assert self.rollback
-        removed, start = self.length - length, self.length - len(self._ids_L)
-        assert 0 <= removed <= len(self._ids_L)
-        again = removed > 0 and len(self.recurrent) > 0
-        for layer in self.attention:
-            layer.crop(-(len(self._ids_L) if again else removed))
-        if again:
-            for layer, state in zip(self.recurrent, self._before, strict=True):
-                vars(layer).update(state)
-            self._forward(self._ids_L[: length - start], last_only=True)
-        self.length = length
-
-    def _forward(self, ids_L: Tensor, last_only: bool) -> tuple[Tensor, Tensor]:
-        taps: dict[int, Tensor] = {}
-        handles = [
-            self.target.layers[tap].register_forward_hook(
-                lambda module, args, output, tap=tap: taps.update({tap: layer_output(output)[0]})
-            )
-            for tap in self.target.taps
-        ]
-        output = self.target.model(
-            input_ids=ids_L[None],
-            use_cache=True,
-            logits_to_keep=1 if last_only else 0,
-            **{self.target.cache_name: self.cache},
-        )
-        for handle in handles:
-            handle.remove()
-        return output.logits[0], torch.cat([taps[tap] for tap in self.target.taps], dim=-1)
+    def sampler(self, target: Target) -> Sampler:
+        return Sampler(self.temperature, self.seed, target.device)
 
 
-def _recurrent_state(layer: Any) -> dict[str, Any]:
-    """Copies of everything a run changes in a recurrent cache layer."""
-    return {
-        name: {index: x.clone() if isinstance(x, Tensor) else x for index, x in value.items()}
-        for name, value in vars(layer).items()
-        if isinstance(value, dict)
-    }
+GREEDY = Method()
 
 
 @torch.inference_mode()
+def plain(
+    target: Target,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    stop: Collection[int] | None = None,
+    method: Method = GREEDY,
+) -> Decoded:
+    """The target alone, one token a call. `stop`: token ids that end it (None: the target's)."""
+    stop = target.arch.eos_token_ids if stop is None else stop
+    cached, sampler = CachedTarget(target, rollback=False), method.sampler(target)
+    began = _now(target)
+    logits_LV, _ = cached.run(_ids(target, prompt), last_only=True)
+    tokens = sampler.pick(logits_LV).tolist()
+    prefilled = _now(target)
+    while len(tokens) < max_new_tokens and tokens[-1] not in stop:
+        logits_LV, _ = cached.run(_ids(target, tokens[-1:]))
+        tokens += sampler.pick(logits_LV).tolist()
+    return Decoded(tokens, prefilled - began, _now(target) - prefilled)
+
+
+@torch.inference_mode()
+def speculative(
+    target: Target,
+    drafter: DFlashDrafter,
+    ends: FrozenEnds,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    stop: Collection[int] | None = None,
+    method: Method = GREEDY,
+) -> Decoded:
+    """The target with the drafter: the same tokens (sampled: the same distribution) in fewer target
+    calls. Raises ConfigError where the target can't judge a tree."""
+    assert target.taps == drafter.arch.taps
+    stop = target.arch.eos_token_ids if stop is None else stop
+    cached, sampler = CachedTarget(target), method.sampler(target)
+    if method.tree is not None:
+        cached.check_trees()
+    began = _now(target)
+    logits_LV, feat_LF = cached.run(_ids(target, prompt), last_only=True)
+    cached.keep(range(len(prompt)))
+    tokens = sampler.pick(logits_LV).tolist()
+    context = extend_context(drafter, [], feat_LF, start=0)
+    prefilled = _now(target)
+    rounds = []
+    while len(tokens) < max_new_tokens and tokens[-1] not in stop:
+        start = len(prompt) + len(tokens) - 1
+        logits_JV = draft_logits(drafter, ends, tokens[-1], start, context)
+        if method.tree is None:
+            judged = judge_chain(cached, tokens[-1], logits_JV, sampler)
+        else:
+            judged = judge_tree(cached, tokens[-1], logits_JV, method.tree, sampler)
+        accepted, room = len(judged.tokens) - 1, max_new_tokens - len(tokens)
+        new = _cut(judged.tokens, stop, room)
+        could = len(new) if len(new) <= accepted else min(len(logits_JV), room)
+        rounds.append(Round(min(accepted, len(new)), could))
+        tokens += new
+        rows = judged.rows[: len(new)]
+        cached.keep(rows)
+        context = extend_context(drafter, context, judged.feat_LF[rows], start)
+    return Decoded(tokens, prefilled - began, _now(target) - prefilled, tuple(rounds))
+
+
 def plain_greedy(
     target: Target,
     prompt: Sequence[int],
     max_new_tokens: int,
     stop: Collection[int] | None = None,
 ) -> Decoded:
-    """The target alone, one token a call. `stop`: token ids that end it (None: the target's)."""
-    stop = target.arch.eos_token_ids if stop is None else stop
-    cached = CachedTarget(target, rollback=False)
-    began = _now(target)
-    logits_LV, _ = cached.run(_ids(target, prompt), last_only=True)
-    tokens = [int(logits_LV[-1].argmax())]
-    prefilled = _now(target)
-    while len(tokens) < max_new_tokens and tokens[-1] not in stop:
-        logits_LV, _ = cached.run(_ids(target, tokens[-1:]))
-        tokens.append(int(logits_LV[-1].argmax()))
-    return Decoded(tokens, prefilled - began, _now(target) - prefilled)
+    return plain(target, prompt, max_new_tokens, stop)
 
 
-@torch.inference_mode()
 def speculative_greedy(
     target: Target,
     drafter: DFlashDrafter,
@@ -160,32 +165,48 @@ def speculative_greedy(
     max_new_tokens: int,
     stop: Collection[int] | None = None,
 ) -> Decoded:
-    """The target with the drafter: the same tokens in fewer target calls."""
-    assert target.taps == drafter.arch.taps
-    stop = target.arch.eos_token_ids if stop is None else stop
-    cached = CachedTarget(target, rollback=True)
-    began = _now(target)
-    logits_LV, feat_LF = cached.run(_ids(target, prompt), last_only=True)
-    cached.keep(len(prompt))
-    tokens = [int(logits_LV[-1].argmax())]
-    context = extend_context(drafter, [], feat_LF, start=0)
-    prefilled = _now(target)
-    rounds = []
-    while len(tokens) < max_new_tokens and tokens[-1] not in stop:
-        start = len(prompt) + len(tokens) - 1
-        block_K = draft_block(drafter, ends, tokens[-1], start, context)
-        logits_KV, feat_KF = cached.run(block_K)
-        answer_K = logits_KV.argmax(dim=-1)
-        agreed = (block_K[1:] == answer_K[:-1]).cumprod(dim=0).sum()
-        accepted, *answer = torch.cat((agreed[None], answer_K)).tolist()  # the round's one sync
-        new = _cut(answer[: accepted + 1], stop, max_new_tokens - len(tokens))
-        whole = min(len(block_K) - 1, max_new_tokens - len(tokens))
-        judged = len(new) if len(new) <= accepted else whole
-        rounds.append(Round(min(accepted, len(new)), judged))
-        tokens += new
-        cached.keep(start + len(new))
-        context = extend_context(drafter, context, feat_KF[: len(new)], start)
-    return Decoded(tokens, prefilled - began, _now(target) - prefilled, tuple(rounds))
+    """Chains."""
+    return speculative(target, drafter, ends, prompt, max_new_tokens, stop)
+
+
+# --- one round ------------------------------------------------------------------------------------
+
+
+class Judged(NamedTuple):
+    tokens: list[int]
+    """The accepted ones, and the target's own."""
+    rows: list[int]
+    """Of the target's run: the last token's and the accepted ones'."""
+    feat_LF: Tensor
+    """The taps of every row of the run."""
+
+
+def judge_chain(
+    cached: CachedTarget, last_token: int, logits_JV: Tensor, sampler: Sampler
+) -> Judged:
+    draft_J = sampler.pick(logits_JV)
+    ids_K = torch.cat((draft_J.new_tensor([last_token]), draft_J))
+    logits_KV, feat_KF = cached.run(ids_K)
+    found = torch.stack(sampler.judge(draft_J, logits_JV, logits_KV))
+    accepted, own, *draft = torch.cat((found, draft_J)).tolist()  # the round's one sync
+    return Judged([*draft[:accepted], own], list(range(accepted + 1)), feat_KF)
+
+
+def judge_tree(
+    cached: CachedTarget, last_token: int, logits_JV: Tensor, nodes: int, sampler: Sampler
+) -> Judged:
+    logp_JM, token_JM = best_tokens(logits_JV, nodes)
+    tree = build_tree(logp_JM.tolist(), token_JM.tolist(), nodes)
+    device = logits_JV.device
+    ids_L, depth_L = (
+        torch.tensor(column, device=device)
+        for column in ([last_token, *tree.token[1:]], tree.depth)
+    )
+    logits_LV, feat_LF = cached.run_tree(ids_L, depth_L, tree.sees().to(device))
+    # A sampled token of every node, of which those on the path are used: they are independent.
+    answer = sampler.pick(logits_LV).tolist()
+    path = tree.descend(answer.__getitem__)
+    return Judged([*(tree.token[node] for node in path[1:]), answer[path[-1]]], path, feat_LF)
 
 
 def extend_context(
@@ -203,14 +224,14 @@ def extend_context(
     ]
 
 
-def draft_block(
+def draft_logits(
     drafter: DFlashDrafter,
     ends: FrozenEnds,
     last_token: int,
     start: int,
     context: Sequence[KeyValue],
 ) -> Tensor:
-    """[last token, K-1 proposals] for the token at position `start`; `context` holds 0..start-1."""
+    """logits_JV of the K-1 tokens after the one at position `start`; `context` holds 0..start-1."""
     arch, device = drafter.arch, ends.embed_VH.device
     assert len(context[0][0]) == start
     ids_K = torch.full((arch.block_size,), arch.mask_token_id, device=device)
@@ -218,8 +239,7 @@ def draft_block(
     pos_K = torch.arange(start, start + arch.block_size, device=device)
     masks = decode_masks(start, arch.block_size, layer_kinds(arch), device)
     hidden_KH = drafter(ends.embed(ids_K), pos_K, context, masks)
-    ids_K[1:] = ends.logits(hidden_KH[1:]).argmax(dim=-1)
-    return ids_K
+    return ends.logits(hidden_KH[1:])
 
 
 def _cut(tokens: list[int], stop: Collection[int], room: int) -> list[int]:
@@ -238,9 +258,15 @@ def _now(target: Target) -> float:
     return time.perf_counter()
 
 
+# --- is it lossless? ------------------------------------------------------------------------------
+
+
+VerdictKind = Literal["identical", "tie", "different"]
+
+
 @dataclass(frozen=True)
 class Verdict:
-    kind: Literal["identical", "tie", "different"]
+    kind: VerdictKind
     position: int | None = None
     """First differing new token."""
     gap: float | None = None

@@ -1,26 +1,25 @@
 """How good is a drafter? It decodes held-out prompts for real, beside plain decoding, in one run.
 
-    python -m dflash.evaluate RUN|CHECKPOINT|EXPORT [--data FILE] [--prompts N]
-                              [--max-new-tokens N] [--target MODEL] [--json FILE] [--again]
+    python -m dflash.evaluate RUN|CHECKPOINT|EXPORT [--data FILE ...] [--prompts N]
+        [--max-new-tokens N] [--tree N] [--temperature T] [--seed N] [--target MODEL]
+        [--json FILE] [--again]
 
-Prints, for each prompt and together: tau (tokens per target call, bonus included), acceptance by
-position, tokens per second of both and their ratio, and whether the drafted text is the target's
-own. tau_walk, computed from the same text the way training sees it, stands beside tau: in float32
-they are equal round by round, so a gap means that training and decoding disagree. The result goes
-to runs/<name>/eval/step_N.json (an export's to its own eval.json); the same question is not
-computed twice. Exit code 1: some drafted text differs and no tie explains it.
+Prints, for each prompt, each prompt set and together: tau (tokens per target call, bonus included),
+acceptance by position, tokens per second of both and their ratio, and whether the drafted text is
+the target's own. tau_walk (with --tree N, ddtree_len@N), computed from the same text the way
+training sees it, stands beside tau: in float32 they are equal round by round, so a gap means that
+training and decoding disagree. Sampled text (--temperature) has neither: the two runs draw other
+texts, of the same distribution. The result goes to runs/<name>/eval/step_N.json (with a suffix for
+trees and temperatures; an export's to its own eval.json); the same question is not computed twice.
+Exit code 1: some drafted text differs and no tie explains it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,116 +28,15 @@ import torch
 from .arch import TargetArch
 from .checkpoint import weights_digest
 from .config import ConfigError, EvalConfig
-from .decode import Decoded, Round, Verdict, compare, plain_greedy, speculative_greedy
+from .decode import Method
 from .export import build_drafter
-from .model import DFlashDrafter, FrozenEnds
+from .measure import PromptResult, choose_prompts, decode_prompts, summarise
 from .prepare import load_tokenizer, stop_ids
 from .report import print_header, print_prompt, print_summary
-from .subject import Subject, load_prompts, open_subject
+from .subject import PromptSet, Subject, load_prompts, open_subject
 from .target import Target, load_ends, resolve_target
-from .walk import walk, walk_proposals
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-# --- one prompt, and all --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PromptResult:
-    prompt_tokens: int
-    plain: Decoded
-    drafted: Decoded
-    walked: list[int]
-    verdict: Verdict
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "new_tokens": len(self.drafted.tokens),
-            "tau": _finite(self.drafted.tau),
-            "accepted": [round_.accepted for round_ in self.drafted.rounds],
-            "walked": self.walked,
-            "plain_s": self.plain.decode_s,
-            "drafted_s": self.drafted.decode_s,
-            "verdict": vars(self.verdict),
-        }
-
-
-def evaluate(
-    target: Target,
-    drafter: DFlashDrafter,
-    ends: FrozenEnds,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    stop: tuple[int, ...],
-    on_prompt: Callable[[int, PromptResult], None] = lambda index, result: None,
-) -> dict[str, Any]:
-    """Decode every prompt both ways. Returns the figures; `on_prompt` sees each as it is done."""
-    # Not measured: first calls allocate, and load kernels.
-    plain_greedy(target, prompts[0], 2, stop)
-    speculative_greedy(target, drafter, ends, prompts[0], 4, stop)
-    results = []
-    for index, prompt in enumerate(prompts):
-        plain = plain_greedy(target, prompt, max_new_tokens, stop)
-        drafted = speculative_greedy(target, drafter, ends, prompt, max_new_tokens, stop)
-        proposals_PJ = walk_proposals(target, drafter, ends, prompt, drafted.tokens)
-        result = PromptResult(
-            len(prompt),
-            plain,
-            drafted,
-            walk(proposals_PJ, drafted.tokens),
-            compare(target, prompt, plain.tokens, drafted.tokens),
-        )
-        results.append(result)
-        on_prompt(index, result)
-    return summarise(results, drafter.arch.block_size)
-
-
-def summarise(results: Sequence[PromptResult], block_size: int) -> dict[str, Any]:
-    rounds = [round_ for result in results for round_ in result.drafted.rounds]
-    walked = [accepted for result in results for accepted in result.walked]
-    same = [result.walked == [r.accepted for r in result.drafted.rounds] for result in results]
-    plain, drafted = (
-        sum(len(d.tokens) - 1 for d in side) / max(1e-9, sum(d.decode_s for d in side))
-        for side in ([r.plain for r in results], [r.drafted for r in results])
-    )
-    kinds = Counter(result.verdict.kind for result in results)
-    return {
-        "num_prompts": len(results),
-        "new_tokens": sum(len(result.drafted.tokens) for result in results),
-        "rounds": len(rounds),
-        "tau": _tau([round_.accepted for round_ in rounds]),
-        "tau_walk": _tau(walked),
-        "walk_equal": sum(same),
-        "acceptance": acceptance_by_position(rounds, block_size),
-        "plain_tok_per_s": plain,
-        "drafted_tok_per_s": drafted,
-        "speedup": drafted / plain if plain else None,
-        "lossless": {kind: kinds[kind] for kind in ("identical", "tie", "different")},
-        "per_prompt": [result.to_json() for result in results],
-    }
-
-
-def acceptance_by_position(rounds: Sequence[Round], block_size: int) -> list[float | None]:
-    """Of slots 1..K-1: the share of the rounds that could accept it (judged >= slot) and did."""
-    shares: list[float | None] = []
-    for slot in range(1, block_size):
-        asked = [round_ for round_ in rounds if round_.judged >= slot]
-        hits = sum(round_.accepted >= slot for round_ in asked)
-        shares.append(hits / len(asked) if asked else None)
-    return shares
-
-
-def _tau(accepted: Sequence[int]) -> float | None:
-    return sum(n + 1 for n in accepted) / len(accepted) if accepted else None
-
-
-def _finite(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
-# --- the command ----------------------------------------------------------------------------------
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -149,18 +47,29 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("subject", help="a run (its newest checkpoint), a checkpoint, or an exported directory")
     add(
         "--data",
-        help="JSONL conversations; their first prompts, instead of the run's held-out ones",
+        action="append",
+        help="JSONL conversations; their first prompts, instead of the run's held-out ones; may be "
+        "given several times: one row each and a total",
     )
-    add("--prompts", type=int, help="how many prompts (default: eval.prompts of the run)")
+    add("--prompts", type=int, help="how many prompts of each set (default: eval.prompts)")
     add("--max-new-tokens", type=int, help="per prompt (default: eval.max_new_tokens of the run)")
+    add("--tree", type=int, metavar="N", help="draft trees of N nodes (default: a chain)")
+    add("--temperature", type=float, default=0.0, help="sample (default: 0, greedy)")
+    add("--seed", type=int, default=0, help="of the sampled tokens")
     add("--target", help="the target model (default: the run's)")
     add("--json", type=Path, help="write the result here as well")
     add("--again", action="store_true", help="measure again what is already measured")
     args = parser.parse_args(argv)
-    for name in ("prompts", "max_new_tokens"):
+    for name in ("prompts", "max_new_tokens", "tree"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')}: {value}: must be at least 1")
+    if not 0 <= args.temperature < float("inf"):
+        raise ConfigError(f"--temperature: {args.temperature}: must be 0 (greedy) or more")
+    if args.seed < 0:
+        raise ConfigError(f"--seed: {args.seed}: must not be negative")
+    if args.seed and args.temperature == 0:
+        raise ConfigError("--seed has no effect at temperature 0: give --temperature too")
     return args
 
 
@@ -175,13 +84,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     target_arch = TargetArch.read(directory)
     _check_fits(subject, target_arch, model)
     tokenizer = load_tokenizer(directory)
-    prompt_set = load_prompts(subject, args.data, tokenizer)
     limit = args.max_new_tokens or options.max_new_tokens
     room = target_arch.max_position_embeddings - limit - subject.arch.block_size
-    prompts = [ids for ids in prompt_set.prompts if len(ids) <= room]
-    prompts = prompts[: args.prompts or options.prompts]
-    if not prompts:
-        raise ConfigError(f"{prompt_set.name}: no prompt leaves room for {limit} new tokens")
+    sets = [
+        _chosen(found, room, args.prompts or options.prompts, limit)
+        for found in load_prompts(subject, args.data, tokenizer)
+    ]
+    method = Method(args.tree, args.temperature, args.seed)
+    record = subject.record.with_name(f"{subject.record.stem}{_suffix(method)}.json")
     section = subject.config
     settings = {
         "weights": weights_digest(subject.path),
@@ -190,15 +100,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "drafter_dtype": section.drafter.dtype if section else "bfloat16",
         "device": section.target.device if section else _any_device(),
         "threads": options.threads,
-        "data": prompt_set.name,
-        "data_fingerprint": prompt_set.fingerprint,
-        "prompts": len(prompts),
+        "data": ", ".join(found.name for found in sets),
+        "data_fingerprint": ", ".join(found.fingerprint for found in sets),
+        "prompts": sum(len(found.prompts) for found in sets),
         "max_new_tokens": limit,
+        "tree": method.tree,
+        "temperature": method.temperature,
+        "seed": method.seed,
     }
-    stored = None if args.again else _stored(subject.record, settings)
+    stored = None if args.again else _stored(record, settings)
     print_header(subject.path, subject.step, settings)
     if stored is not None:
-        print(f"already measured with these settings ({subject.record}); --again repeats it")
+        print(f"already measured with these settings ({record}); --again repeats it")
         print_summary(stored)
         return stored
     torch.set_num_threads(options.threads)
@@ -213,19 +126,51 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     drafter = build_drafter(subject.arch, subject.weights, dtype, target.device)
     ends = load_ends(directory, target_arch, dtype, target.device)
     stop = stop_ids(target_arch, tokenizer)
-    figures = evaluate(target, drafter, ends, prompts, limit, stop, print_prompt)
+    found = []
+    for prompt_set in sets:
+        prompts, name = prompt_set.prompts, prompt_set.name
+        print(f"\n{name}:" if len(sets) > 1 else "")
+        found.append(
+            decode_prompts(target, drafter, ends, prompts, limit, stop, method, print_prompt)
+        )
     result = {
         "step": subject.step,
         "block_size": subject.arch.block_size,
         "trained_on": subject.data_fingerprint,
         "measured": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         **settings,
-        **figures,
+        **_figures(sets, found, subject.arch.block_size),
     }
-    write_json(subject.record, result)
+    write_json(record, result)
     print_summary(result)
-    print(f"kept in {subject.record}")
+    print(f"kept in {record}")
     return result
+
+
+def _chosen(found: PromptSet, room: int, count: int, limit: int) -> PromptSet:
+    prompts = choose_prompts(found.prompts, room, count)
+    if not prompts:
+        raise ConfigError(f"{found.name}: no prompt leaves room for {limit} new tokens")
+    return PromptSet(found.name, found.fingerprint, prompts)
+
+
+def _suffix(method: Method) -> str:
+    """Of a record's name: trees and samples are kept beside the greedy chain, not over it."""
+    tree = "" if method.tree is None else f"-tree{method.tree}"
+    return tree if method.greedy else f"{tree}-t{method.temperature:g}"
+
+
+def _figures(
+    sets: list[PromptSet], results: list[list[PromptResult]], block_size: int
+) -> dict[str, Any]:
+    """Of all prompts together, and of each set under "sets"."""
+    together = summarise([result for some in results for result in some], block_size)
+    rows = []
+    for prompt_set, some in zip(sets, results, strict=True):
+        row = summarise(some, block_size)
+        del row["per_prompt"]  # they stand in the total, in the order of the sets
+        rows.append({"data": prompt_set.name, **row})
+    return {**together, "sets": rows}
 
 
 def _any_device() -> str:
@@ -270,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.json is not None:
         write_json(args.json, result)
-    return 1 if result["lossless"]["different"] else 0
+    return 1 if result["lossless"] and result["lossless"]["different"] else 0
 
 
 if __name__ == "__main__":

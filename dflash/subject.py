@@ -72,10 +72,15 @@ class PromptSet:
     prompts: list[list[int]]
 
 
-def load_prompts(subject: Subject, data: str | None, tokenizer: Any) -> PromptSet:
-    """The first prompts of every conversation of a JSONL file, or the held-out ones of the run."""
-    if data is not None:
-        return _prompts_of_file(Path(data), tokenizer)
+def load_prompts(subject: Subject, data: list[str] | None, tokenizer: Any) -> list[PromptSet]:
+    """The first prompts of every conversation of each JSONL file, or the held-out ones of the
+    run. Raises ConfigError."""
+    if data:
+        return [_prompts_of_file(Path(path), tokenizer) for path in data]
+    return [_heldout_prompts(subject)]
+
+
+def _heldout_prompts(subject: Subject) -> PromptSet:
     prepared = None if subject.run is None else subject.run / "prepared.json"
     if prepared is None or not prepared.exists():
         raise ConfigError(

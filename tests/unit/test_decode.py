@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny import FAMILIES, VOCAB, drafter_arch, load_tiny, random_drafter
 
 from dflash import decode
@@ -17,7 +18,7 @@ from dflash.arch import TargetArch
 from dflash.decode import Decoded, Round, compare, plain_greedy, speculative_greedy
 from dflash.metrics import tau_walk
 from dflash.target import Target, resolve_target
-from dflash.walk import walk_proposals
+from dflash.walk import text_states, walk, walk_logits
 
 NEVER: tuple[int, ...] = ()
 
@@ -46,7 +47,7 @@ def oracle(
     """Draft the known continuation, with a share of wrong tokens: every accepted length occurs."""
     rng = random.Random(seed)
 
-    def draft_block(drafter, ends, last_token, start, context):  # type: ignore[no-untyped-def]
+    def draft_logits(drafter, ends, last_token, start, context):  # type: ignore[no-untyped-def]
         at = start - prompt_length
         assert last_token == known[at] and len(context[0][0]) == start
         draft = [*known[at + 1 :], *([0] * drafter.arch.block_size)]
@@ -54,9 +55,14 @@ def oracle(
             (token + 1) % VOCAB if rng.random() < wrong_share else token
             for token in draft[: drafter.arch.block_size - 1]
         ]
-        return torch.tensor([last_token, *draft])
+        return certain(draft)
 
-    monkeypatch.setattr(decode, "draft_block", draft_block)
+    monkeypatch.setattr(decode, "draft_logits", draft_logits)
+
+
+def certain(draft: Sequence[int], vocab: int = VOCAB) -> torch.Tensor:
+    """logits_JV of a drafter that is sure of these tokens."""
+    return F.one_hot(torch.tensor(draft), vocab).float() * 9
 
 
 def accepted(decoded: Decoded) -> list[int]:
@@ -168,19 +174,22 @@ def test_drafting_with_the_cache_equals_drafting_from_every_position_at_once(
     prompt = prompt_ids(4, length=14)
     drafter = random_drafter(drafter_arch(llama, block_size=5, **changes), seed=3)
     ends = llama.ends()
-    blocks: dict[int, list[int]] = {}
-    draft_block = decode.draft_block
+    blocks: dict[int, torch.Tensor] = {}
+    draft_logits = decode.draft_logits
 
     def recorded(*args):  # type: ignore[no-untyped-def]
-        block = draft_block(*args)
-        blocks[args[3] - len(prompt)] = block[1:].tolist()
-        return block
+        blocks[args[3] - len(prompt)] = draft_logits(*args)
+        return blocks[args[3] - len(prompt)]
 
-    monkeypatch.setattr(decode, "draft_block", recorded)
+    monkeypatch.setattr(decode, "draft_logits", recorded)
     drafted = speculative_greedy(llama, drafter, ends, prompt, 20, stop=NEVER)
-    proposals_PJ = walk_proposals(llama, drafter, ends, prompt, drafted.tokens)
+    states_TF = text_states(llama, [*prompt, *drafted.tokens])
+    logits_PJV = torch.cat([*walk_logits(drafter, ends, states_TF, prompt, drafted.tokens)])
     assert len(blocks) == len(drafted.rounds) > 10
-    assert {at: proposals_PJ[at].tolist() for at in blocks} == blocks
+    for at, logits_JV in blocks.items():
+        torch.testing.assert_close(logits_PJV[at], logits_JV, rtol=1e-4, atol=1e-4)
+    lengths = walk(drafter, ends, states_TF, prompt, drafted.tokens)["tau_walk"]
+    assert lengths == accepted(drafted)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -196,16 +205,15 @@ def test_tau_walk_counts_what_decoding_accepts_round_by_round(
         for at in range(limit - 1)
     ]
 
-    def draft_block(drafter, ends, last_token, start, context):  # type: ignore[no-untyped-def]
+    def draft_logits(drafter, ends, last_token, start, context):  # type: ignore[no-untyped-def]
         at = start - len(prompt)
         truth = [*plain[at + 1 :], *([0] * block)]
         right = [*correct_PJ[at], *([False] * block)]
-        return torch.tensor(
-            [last_token]
-            + [t if ok else (t + 1) % VOCAB for t, ok in zip(truth[: block - 1], right)]  # noqa: B905
+        return certain(
+            [t if ok else (t + 1) % VOCAB for t, ok in zip(truth[: block - 1], right)]  # noqa: B905
         )
 
-    monkeypatch.setattr(decode, "draft_block", draft_block)
+    monkeypatch.setattr(decode, "draft_logits", draft_logits)
     drafter = random_drafter(drafter_arch(llama, block_size=block))
     drafted = speculative_greedy(llama, drafter, llama.ends(), prompt, limit, stop=NEVER)
     tau, lengths = tau_walk(correct_PJ)
@@ -295,8 +303,9 @@ def test_decoding_the_real_target_is_lossless() -> None:
 
         def half_right(drafter, ends, last_token, start, context):  # type: ignore[no-untyped-def]
             at = start - len(prompt)
-            return torch.tensor([*known[at : at + 1 + at % 4], *([7] * 4)][:4])
+            draft = [*known[at + 1 : at + 1 + at % 4], *([7] * 4)][:3]
+            return certain(draft, target.arch.vocab_size)
 
-        patch.setattr(decode, "draft_block", half_right)
+        patch.setattr(decode, "draft_logits", half_right)
         drafted = speculative_greedy(target, drafter, target.ends(), prompt, 32)
     assert drafted.tokens == plain.tokens and drafted.tau > 1.5

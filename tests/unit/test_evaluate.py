@@ -13,10 +13,11 @@ from tiny import random_drafter
 from tiny_run import TinyRun, make_run, write_conversations
 
 from dflash import evaluate as V
+from dflash import measure as M
 from dflash.decode import Decoded, Round, Verdict
 from dflash.export import export
 from dflash.prepare import load_tokenizer
-from dflash.walk import walk, walk_proposals
+from dflash.walk import text_states, walk, walk_chain
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +39,15 @@ def record(run: TinyRun) -> dict[str, Any]:
 # --- figures --------------------------------------------------------------------------------------
 
 
-def result(accepted: list[int], walked: list[int], seconds: float, kind: str) -> V.PromptResult:
+def result(accepted: list[int], walked: list[int], seconds: float, kind: str) -> M.PromptResult:
     """A text of sum(accepted + 1) + 1 tokens, drafted in blocks of 4 in `seconds`, plain in 10."""
     tokens = [5] * (1 + sum(n + 1 for n in accepted))
     rounds = tuple(Round(n, 3) for n in accepted)
-    return V.PromptResult(
+    return M.PromptResult(
         prompt_tokens=7,
         plain=Decoded(tokens, 1.0, 10.0),
         drafted=Decoded(tokens, 1.0, seconds, rounds),
-        walked=walked,
+        walked={"tau_walk": walked, "ddtree_len@16": [n + 1 for n in walked]},
         verdict=Verdict(kind),  # type: ignore[arg-type]
     )
 
@@ -57,10 +58,11 @@ def test_figures_are_pooled_over_rounds_and_seconds_not_averaged_over_prompts() 
         result([0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0], 4.0, "tie"),  # 6
         result([], [], 0.0, "different"),
     ]
-    figures = V.summarise(results, block_size=4)
+    figures = M.summarise(results, block_size=4)
     assert figures["rounds"] == 8 and figures["new_tokens"] == 13 + 7 + 1
     assert figures["tau"] == 18 / 8
     assert figures["tau_walk"] == (12 + 6) / 9
+    assert figures["ddtree_len@16"] == (12 + 6 + 9) / 9
     assert figures["walk_equal"] == 2
     assert figures["acceptance"] == [4 / 8, 3 / 8, 3 / 8]
     assert figures["plain_tok_per_s"] == pytest.approx(18 / 30)
@@ -72,7 +74,7 @@ def test_figures_are_pooled_over_rounds_and_seconds_not_averaged_over_prompts() 
 
 def test_a_cut_last_round_is_not_held_against_the_slots_it_never_judged() -> None:
     rounds = [Round(accepted=3, judged=3), Round(accepted=1, judged=1), Round(0, 3)]
-    assert V.acceptance_by_position(rounds, 5) == [2 / 3, 1 / 2, 1 / 2, None]
+    assert M.acceptance_by_position(rounds, 5) == [2 / 3, 1 / 2, 1 / 2, None]
 
 
 def test_the_walk_reads_proposals_against_the_text() -> None:
@@ -81,8 +83,7 @@ def test_the_walk_reads_proposals_against_the_text() -> None:
         [[11, 12, 99], [99, 13, 14], [13, 99, 15], [99] * 3, [15, 16, 17]]  # at 10, 11, 12, 13, 14
     )
     # From 10: 11, 12 right, then the bonus 13; from 13: nothing, bonus 14; from 14: 15, the end.
-    assert walk(proposals_PJ, tokens) == [2, 0, 1]
-    assert walk(torch.empty(0, 3).long(), [10]) == []
+    assert walk_chain(proposals_PJ, tokens) == [2, 0, 1]
 
 
 def test_a_drafter_trained_on_one_text_is_accepted_whole_and_the_walk_agrees(
@@ -93,7 +94,8 @@ def test_a_drafter_trained_on_one_text_is_accepted_whole_and_the_walk_agrees(
     prompt = load_tokenizer(tiny.target.directory)("w4 w10 w11 w12 w5")["input_ids"]
     subject = V.open_subject(tiny.path)
     drafter = V.build_drafter(subject.arch, subject.weights, torch.float32)
-    figures = V.evaluate(tiny.target, drafter, tiny.target.ends(), [prompt], 41, stop=())
+    results = M.decode_prompts(tiny.target, drafter, tiny.target.ends(), [prompt], 41, stop=())
+    figures = M.summarise(results, subject.arch.block_size)
     assert figures["lossless"]["identical"] == 1
     assert figures["tau"] > 3.5 and figures["acceptance"][0] > 0.9
     assert figures["tau_walk"] == figures["tau"] and figures["walk_equal"] == 1
@@ -103,7 +105,7 @@ def test_an_unexplained_difference_is_counted_and_told(
     run: TinyRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = Verdict("different", position=4, gap=1.5, ulp=0.125)
-    monkeypatch.setattr(V, "compare", lambda *_: wrong)
+    monkeypatch.setattr(M, "compare", lambda *_: wrong)
     assert V.main([str(run.path), "--again"]) == 1
     shown = capsys.readouterr().out
     assert "different at new token 4 (logits 1.5 apart, one rounding step is 0.125)" in shown
@@ -183,6 +185,9 @@ def test_mistakes_are_one_line(
         ([str(run.path), "--data", str(tmp_path / "no.jsonl")], "no such file"),
         ([str(run.path), "--prompts", "0"], "--prompts: 0: must be at least 1"),
         ([str(run.path), "--max-new-tokens", "600"], "no prompt leaves room for 600 new tokens"),
+        ([str(run.path), "--tree", "0"], "--tree: 0: must be at least 1"),
+        ([str(run.path), "--temperature", "-1"], "--temperature: -1.0: must be 0 .greedy. or more"),
+        ([str(run.path), "--seed", "1"], "--seed has no effect at temperature 0"),
         ([str(other.path)], "not a drafter for .*: num_target_layers 9 and 4"),
     ):
         assert V.main(arguments) == 2
@@ -192,6 +197,58 @@ def test_mistakes_are_one_line(
 
 
 def test_the_walk_of_a_single_token_is_empty(run: TinyRun) -> None:
-    drafter = random_drafter(run.arch)
-    proposals_PJ = walk_proposals(run.target, drafter, run.target.ends(), [5, 6, 7], [8])
-    assert proposals_PJ.shape == (0, 3)
+    states_TF = text_states(run.target, [5, 6, 7, 8])
+    lengths = walk(random_drafter(run.arch), run.target.ends(), states_TF, [5, 6, 7], [8])
+    assert lengths == {"tau_walk": [], "ddtree_len@16": [], "ddtree_len@64": []}
+
+
+# --- trees, samples, several sets -----------------------------------------------------------------
+
+
+def test_a_tree_is_measured_beside_the_chain_and_kept_beside_it(
+    run: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert V.main([str(run.path), "--again"]) == 0
+    assert V.main([str(run.path), "--tree", "8"]) == 0
+    shown = capsys.readouterr().out
+    kept = json.loads((run.path / "eval" / "step_3-tree8.json").read_text())
+    assert kept["tau"] == kept["ddtree_len@8"] >= kept["tau_walk"] == record(run)["tau"]
+    assert kept["walk_equal"] == kept["lossless"]["identical"] == 3
+    assert "trees of 8 nodes, greedy" in shown and "ddtree_len@8" in shown
+    assert record(run)["tree"] is None
+
+
+def test_sampled_text_has_a_speed_and_a_tau_but_no_verdict(
+    run: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert V.main([str(run.path), "--temperature", "0.7", "--seed", "2"]) == 0
+    shown = capsys.readouterr().out
+    kept = json.loads((run.path / "eval" / "step_3-t0.7.json").read_text())
+    assert kept["tau"] >= 1 and kept["lossless"] is None and kept["walk_equal"] is None
+    assert "tau_walk" not in kept and "walked" not in shown
+    assert "sampled at temperature 0.7 (seed 2)" in shown and "not compared" in shown
+
+
+def test_several_prompt_sets_are_a_row_each_and_a_total(
+    run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = (tmp_path / name for name in ("one.jsonl", "two.jsonl"))
+    write_conversations(one, count=2)
+    write_conversations(two, count=5)
+    options = ["--data", str(one), "--data", str(two), "--prompts", "3", "--max-new-tokens", "6"]
+    assert V.main([str(run.path), *options]) == 0
+    shown, kept = capsys.readouterr().out, record(run)
+    assert [(row["data"], row["num_prompts"]) for row in kept["sets"]] == [
+        ("one.jsonl", 2),
+        ("two.jsonl", 3),
+    ]
+    assert kept["num_prompts"] == 5 and kept["data"] == "one.jsonl, two.jsonl"
+    assert kept["rounds"] == sum(row["rounds"] for row in kept["sets"])
+    rows = [line.split() for line in shown.splitlines()]
+    assert [row[0] for row in rows if row and row[-1] == "identical"][-3:] == [
+        "one.jsonl",
+        "two.jsonl",
+        "together",
+    ]
+    assert V.main([str(run.path), *options]) == 0
+    assert "already measured" in capsys.readouterr().out
