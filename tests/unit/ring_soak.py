@@ -130,15 +130,15 @@ class Soak:
     """pid: when it goes on."""
     killed: set[str] = field(default_factory=set)
     did: Counter[str] = field(default_factory=Counter)
-    started: int = 0
+    all: list[BaseProcess] = field(default_factory=list)
 
     def start(self, body: Callable[..., None], *argv: object) -> BaseProcess:
         """Names are new each time: the log of a name is of one process."""
-        name = f"{body.__name__}_{self.started}"
-        self.started += 1
+        name = f"{body.__name__}_{len(self.all)}"
         log, rng = Log(self.logs / name), random.Random(self.rng.random())
         process = FORK.Process(target=body, name=name, args=(self.path, name, log, rng, *argv))
         process.start()
+        self.all.append(process)
         os.close(log._fd)
         return process
 
@@ -237,6 +237,8 @@ def judge(soak: Soak) -> None:
         if log.name in soak.killed and events and events[-1][0] == "took":
             allowed[events[-1][1]] += 1  # the death of a holder
             unsure.add(events[-1][1])  # acknowledged, or not
+    failed = {p.name for p in soak.all if p.exitcode not in (0, -signal.SIGKILL)}
+    assert not failed, f"these ended by an error of their own: {failed}"
     assert soak.did["torn"] == 0, "a payload was torn"
     assert max(acked.values()) == 1, "a seq was acknowledged twice in one epoch"
     over = {what: n for what, n in took.items() if n > 1 + allowed[what]}
