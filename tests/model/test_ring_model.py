@@ -49,6 +49,11 @@ SLOW_SEARCHES = {
     "ranks take the records of the dead": (f"{RANKS} REUSE", 400_000),
     "two workers die whole with failures": (WHOLE.replace("NP=1", "NP=2"), 14_000_000),
     "three failures, deaths among them": (f"{BASE} MAXF=3 FAULTS=1", 3_000_000),
+    "the same, both halves end by themselves": (
+        f"{BASE} MAXF=3 FAULTS=2 RERUN=1 ALONE",
+        2_400_000,
+    ),
+    "old ranks live on beside the new": (f"{RANKS} OVERLAP", 9_000_000),
 }
 DEADLOCK = "invalid end state"
 OWNER, TORN, GAP, COUNT = "own[s]==me", "hi[s]==want", "sq[s]==auxnext", "real["
