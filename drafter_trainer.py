@@ -24,6 +24,7 @@ from dflash import checkpoint
 from dflash.arch import DrafterArch, TargetArch
 from dflash.config import Config, load_config
 from dflash.feed import Feed
+from dflash.heldout import heldout_file, load_texts, measure_texts
 from dflash.prepare import Prepared
 from dflash.slot import slot_views
 from dflash.step import DTYPES, Batch, TrainState, train_step
@@ -61,6 +62,17 @@ def run(run_dir: Path) -> int:
         checkpoint.save(checkpoints, whole, keep=config.train.keep_checkpoints)
         return state.step
 
+    def walk_heldout() -> dict[str, float | None]:
+        """Texts come from target worker 0, and another one may have been READY before it."""
+        texts = heldout_file(config, prepared, arch)
+        while not texts.exists():
+            child.check_stop()
+            ring.beat()
+            time.sleep(0.1)
+        began = time.monotonic()
+        figures = measure_texts(state.drafter, state.ends, load_texts(texts), ring.beat)
+        return figures | {"eval_s": time.monotonic() - began}
+
     saved_step = state.step
     while state.step < steps and not child.stop_requested():
         seq, pass_idx = state.slot, state.pass_idx
@@ -74,6 +86,9 @@ def run(run_dir: Path) -> int:
             journal.post(state)
         if state.slot != seq or state.step == steps:
             slots.finished(state.slot)
+        if config.eval.every and (state.step % config.eval.every == 0 or state.step == steps):
+            with contextlib.suppress(Stopped):
+                journal.add(walk_heldout())
         if state.step % config.train.checkpoint_every == 0 or state.step == steps:
             journal.write_posted()
             saved_step = save()
@@ -208,6 +223,12 @@ class Journal:
         }
         self.posted = state.metrics.post(), line
         self._restart(state.step)
+
+    def add(self, figures: dict[str, float | None]) -> None:
+        """More about the step just posted. The time since then belongs to no interval."""
+        assert self.posted is not None
+        self.posted[1].update(figures)
+        self._restart(self.start_step)
 
     def write_posted(self) -> None:
         """Called once the next step is launched, so that the device has work during the wait."""

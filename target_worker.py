@@ -18,6 +18,7 @@ import torch
 from dflash.arch import DrafterArch, TargetArch
 from dflash.config import load_config
 from dflash.data import Dataset
+from dflash.heldout import heldout_file, leave_texts
 from dflash.plan import Plan
 from dflash.prepare import Prepared
 from dflash.slot import slot_views, write_documents
@@ -56,6 +57,9 @@ def run(run_dir: Path, rank: int) -> None:
         target.self_test([dataset.document(int(doc))[0] for doc in plan.slot(0)[:3]])
     except CaptureError as error:
         child.fail(error)
+    if rank == 0 and config.eval.every:
+        texts = heldout_file(config, prepared, arch)
+        log.info("%s", leave_texts(texts, target, config, dataset, child.check_stop))
 
     fields = slot_fields(config, arch)
     ring = RingWriter(config.ring.path, f"target_{rank}", fields=fields, verify=config.ring.verify)

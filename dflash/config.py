@@ -158,6 +158,9 @@ class EvalConfig(Section):
     """Held-out prompts decoded by `eval`."""
     max_new_tokens: Count = 128
     threads: Count = 2
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between two measurements of tau_walk and ddtree_len@N in the run itself, on the
+    target's own answers to these prompts; 0: never. A multiple of train.log_every."""
 
 
 class SuperviseConfig(Section):
@@ -196,6 +199,16 @@ class Config(Section):
                 f"ring.slots {self.ring.slots} is too few for {self.targets} target worker(s) "
                 f"and one trainer: "
                 f"set ring.slots to at least {needed}"
+            )
+        if self.eval.every and self.data.heldout == 0:
+            raise ValueError(
+                f"eval.every {self.eval.every} measures on held-out prompts, and data.heldout is "
+                "0: raise data.heldout, or set eval.every to 0"
+            )
+        if self.eval.every % self.train.log_every:
+            raise ValueError(
+                f"eval.every {self.eval.every} must be a multiple of train.log_every "
+                f"{self.train.log_every}: its figures stand in that step's line"
             )
         if self.drafter.device == "cpu" and self.step.mode not in (None, "eager"):
             raise ValueError(

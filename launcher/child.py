@@ -67,6 +67,12 @@ def fail(error: Exception) -> NoReturn:
     sys.exit(_one_line(error, FAILED))
 
 
+def check_stop() -> None:
+    """`stop_requested` for work that can only be given up. Raises Stopped."""
+    if stop_requested():
+        raise Stopped
+
+
 def _start(name: str) -> None:
     logging.basicConfig(
         format=f"%(asctime)s %(levelname)s {name} %(name)s: %(message)s",

@@ -47,6 +47,10 @@ def test_one_line_says_it_all() -> None:
     )
 
 
+def test_a_step_that_was_evaluated_shows_what_decoding_would_accept() -> None:
+    assert "tau_anchor 1.219  tau_walk 1.337  accuracy" in metrics_line(ROW | {"tau_walk": 1.3374})
+
+
 def test_columns_line_up() -> None:
     assert table([["a", "bb"], ["ccc", "d"]], indent="> ") == ["> a    bb", "> ccc  d"]
 

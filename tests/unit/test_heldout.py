@@ -1,0 +1,113 @@
+"""The trainer's held-out texts: what is in them, when they are made, and that measuring is all that
+measuring does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import random_drafter
+from tiny_run import TinyRun, make_run
+
+from dflash import heldout as H
+from dflash.config import Config, ConfigError
+from dflash.data import Dataset
+from dflash.decode import plain_greedy
+from dflash.measure import decode_prompts, summarise
+from dflash.prepare import Prepared
+from dflash.walk import text_states
+
+NAMES = ("tau_walk", "ddtree_len@16", "ddtree_len@64")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    return make_run(tmp_path_factory.mktemp("run"))
+
+
+def prepared(run: TinyRun) -> Prepared:
+    return Prepared.from_json((run.path / "prepared.json").read_text())
+
+
+def changed(config: Config, section: str, **values: object) -> Config:
+    part = getattr(config, section).model_copy(update=values)
+    return config.model_copy(update={section: part})
+
+
+def test_the_texts_are_the_targets_own_answers_with_their_states(
+    run: TinyRun, tmp_path: Path
+) -> None:
+    dataset, path, asked = Dataset.load(prepared(run).dataset), tmp_path / "deep/x.safetensors", []
+    told = H.leave_texts(path, run.target, run.config, dataset, lambda: asked.append(1))
+    assert told.startswith("decoded 3 held-out prompts") and len(asked) == 3
+    texts = H.load_texts(path)
+    assert [text.prompt for text in texts] == [ids.tolist() for ids, _ in dataset.heldout[:3]]
+    for text in texts:
+        assert text.tokens == plain_greedy(run.target, text.prompt, 12).tokens
+        assert torch.equal(text.states_TF, text_states(run.target, [*text.prompt, *text.tokens]))
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+    written = path.stat().st_mtime_ns
+    assert "are in" in H.leave_texts(path, run.target, run.config, dataset, lambda: asked.append(1))
+    assert len(asked) == 3 and path.stat().st_mtime_ns == written
+
+
+def test_the_trainer_measures_what_eval_measures_and_nothing_else_changes(
+    run: TinyRun, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.safetensors"
+    H.leave_texts(path, run.target, run.config, Dataset.load(prepared(run).dataset))
+    texts, ends = H.load_texts(path), run.target.ends()
+    drafter = random_drafter(run.arch, seed=2)
+    before = [parameter.clone() for parameter in drafter.parameters()]
+    random_state = torch.get_rng_state()
+    figures = H.measure_texts(drafter, ends, texts)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(map(torch.equal, drafter.parameters(), before))
+    assert all(parameter.requires_grad for parameter in drafter.parameters())
+
+    prompts = [text.prompt for text in texts]
+    results = decode_prompts(run.target, drafter, ends, prompts, 12, run.target.arch.eos_token_ids)
+    measured = summarise(results, run.arch.block_size)
+    assert figures == {name: measured[name] for name in NAMES}
+    assert measured["walk_equal"] == 3 and figures["ddtree_len@64"] > 1
+
+
+def test_a_compiled_drafter_is_measured_by_its_own_weights_uncompiled(run: TinyRun) -> None:
+    drafter = random_drafter(run.arch)
+
+    def never(*args: object) -> None:
+        raise AssertionError("the compiled form was called")
+
+    for layer in drafter.layers:
+        layer._compiled_call_impl = never  # type: ignore[assignment]
+    plain = H.uncompiled(drafter)
+    theirs = dict(plain.named_parameters())
+    for name, parameter in drafter.named_parameters():
+        assert theirs[name].data_ptr() == parameter.data_ptr()
+    states_TF = text_states(run.target, [5, 6, 7, 8, 9])
+    text = H.Text([5, 6, 7], [8, 9], states_TF)
+    assert H.measure_texts(drafter, run.target.ends(), [text])["tau_walk"] in (1.0, 2.0)
+
+
+def test_other_settings_have_other_texts(run: TinyRun) -> None:
+    def name(config: Config) -> str:
+        return H.heldout_file(config, prepared(run), run.arch).name
+
+    config = run.config
+    same = (changed(config, "train", lr=1.0), changed(config, "eval", every=10))
+    other = (
+        changed(config, "eval", prompts=2),
+        changed(config, "eval", max_new_tokens=7),
+        changed(config, "target", dtype="bfloat16"),
+    )
+    assert {name(some) for some in same} == {name(config)}
+    assert len({name(some) for some in (config, *other)}) == 4
+
+
+def test_prompts_that_leave_no_room_are_a_users_mistake(run: TinyRun, tmp_path: Path) -> None:
+    config = changed(run.config, "eval", max_new_tokens=600, every=10)
+    dataset = Dataset.load(prepared(run).dataset)
+    with pytest.raises(ConfigError, match=r"eval.every 10: .*lower eval.max_new_tokens"):
+        H.leave_texts(tmp_path / "x", run.target, config, dataset)
