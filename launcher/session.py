@@ -31,9 +31,11 @@ def command_name() -> str:
 
 
 def module_env() -> dict[str, str]:
-    """So that `python -m dflash.x` finds the package from any working directory."""
+    """So that `python -m dflash.x` finds the package from any working directory; and its idle
+    threads sleep (see process.thread_env)."""
     old = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": f"{ROOT}{os.pathsep}{old}" if old else str(ROOT)}
+    path = f"{ROOT}{os.pathsep}{old}" if old else str(ROOT)
+    return {"PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"}
 
 
 def run_command(config: Config, argv: list[str]) -> int:
