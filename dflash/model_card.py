@@ -80,7 +80,8 @@ SGLang reads z-lab's layout only: `python launch.py export RUN --to DIR`.
 """
 UNSCALED = """
 This target multiplies its embeddings by {scale:g}, and so did the training. z-lab's package does as
-well (`input_embedding_scale`); vLLM 0.33.0 and SGLang 0.5.23 do not, and accept less than measured.
+well (`input_embedding_scale`), SGLang calls the target's own embedding; vLLM 0.33.0 does not, and
+will accept less than was measured.
 """
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import others
 import pytest
 import torch
-from conftest import Subject, need, say
+from conftest import KINDS, Subject, need, say
 
 from dflash.decode import Decoded, plain_greedy, speculative_greedy
 from dflash.mask import decode_masks
@@ -122,6 +122,6 @@ def test_it_decodes_the_same_text_with_the_same_acceptance(
         assert ours.tokens == plain_greedy(subject.target, prompt, limit, stop).tokens
         assert said.acceptance_lengths[: len(lengths)] == lengths
         counts += lengths
-    assert counts and max(counts) > 1
+    assert counts and (max(counts) > 1 or subject.name not in KINDS)
     tau = sum(counts) / len(counts)
     say(f"{subject.name}: acceptance the same in {len(counts)} rounds, tau {tau:.3f}: {counts}")
