@@ -145,14 +145,14 @@ def test_the_trainer_has_the_last_gpu_for_itself(
 def test_a_gpu_that_is_too_small_is_refused_with_the_number_that_fits(
     tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = replace(H200, total_bytes=3 << 30)
+    small = replace(H200, total_bytes=2 << 30)
     monkeypatch.setattr(preflight, "list_gpus", lambda: [small])
 
     def config(tokens: int) -> Config:
         return config_of(tmp_path, drafter={"device": "cuda"}, ring={"max_tokens": tokens})
 
     with pytest.raises(ConfigError, match="GPU 0") as error:
-        facts_of(config(1 << 22), target_dir).refuse()
+        facts_of(config(1 << 21), target_dir).refuse()
     tokens = int(str(error.value).split("ring.max_tokens to at most ")[1])
     facts = facts_of(config(tokens), target_dir)
     need = facts.places[-1].need

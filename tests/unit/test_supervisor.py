@@ -54,6 +54,7 @@ def ring(tmp_path: Path) -> Iterator[Path]:
 def supervise(tmp_path: Path, ring: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Run a fake trainer and one fake target worker under a real Supervisor."""
     monkeypatch.chdir(tmp_path)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup and some CI runners start us without it
 
     def run(trainer: str, target: str = PATIENT_TARGET, **limits: float) -> int:
         with StopSignals() as signals:
