@@ -1,6 +1,7 @@
 """The drafter's training step on a GPU: time, floor, memory, launches, host time, syncs.
 
     python -m benchmarks.drafter --shapes 27b --loss kl --mode graph --json FILE
+    python -m benchmarks.drafter CONFIG
 
 Random states, random weights, equal documents, every token supervised: the same work as a full
 slot. `launch.py bench drafter` is the same program.
@@ -25,40 +26,42 @@ from torch.profiler import ProfilerActivity, profile
 
 from dflash.anchors import documents, hash_keys, sample_anchors, valid_anchors
 from dflash.arch import DrafterArch
-from dflash.config import Config
 from dflash.flex import context_range
 from dflash.model import DFlashDrafter, FrozenEnds
-from dflash.step import Batch, TrainState, train_step
+from dflash.step import DTYPES, Batch, TrainState, train_step
 
-from .shapes import SHAPES, Shapes, floor_s, step_flop
-
-RESULTS = Path(__file__).parent / "results"
+from .shapes import SHAPES, Case, floor_s, step_flop
 
 
-def random_state(shapes: Shapes, config: Config) -> TrainState:
+def random_state(case: Case) -> TrainState:
     torch.manual_seed(0)
+    arch, dtype = case.arch, DTYPES[case.config.drafter.dtype]
     with torch.device("cuda"):
-        drafter = DFlashDrafter(shapes.arch()).bfloat16()
+        drafter = DFlashDrafter(arch).to(dtype)
         for parameter in drafter.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.02)
-        embed_VH = torch.empty(shapes.vocab, shapes.hidden, dtype=torch.bfloat16).normal_(std=0.02)
-        head_VH = embed_VH if shapes.tied else torch.empty_like(embed_VH).normal_(std=0.02)
-    return TrainState.around(config, drafter, FrozenEnds(embed_VH, head_VH))
+        embed_VH = torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype).normal_(std=0.02)
+        head_VH = embed_VH if case.tied else torch.empty_like(embed_VH).normal_(std=0.02)
+    return TrainState.around(case.config, drafter, FrozenEnds(embed_VH, head_VH))
 
 
-def random_batch(shapes: Shapes, config: Config) -> Batch:
-    tokens, docs = shapes.tokens, shapes.tokens // shapes.document_tokens
+def random_batch(case: Case) -> Batch:
+    """Full of documents, to the last token."""
+    arch, tokens = case.arch, case.config.ring.max_tokens
+    lens = torch.full((-(-tokens // case.document_tokens),), case.document_tokens)
+    lens[-1] -= int(lens.sum()) - tokens
+    dtype = DTYPES[case.config.target.dtype]
     with torch.device("cuda"):
         return Batch(
-            all_TF=torch.randn(tokens, 5 * shapes.hidden, dtype=torch.bfloat16),
-            vlh_TH=torch.randn(tokens, shapes.hidden, dtype=torch.bfloat16)
-            if config.wants_vlh
+            all_TF=torch.randn(tokens, arch.num_taps * arch.hidden_size, dtype=dtype),
+            vlh_TH=torch.randn(tokens, arch.hidden_size, dtype=dtype)
+            if case.config.wants_vlh
             else None,
-            ids_T=torch.randint(shapes.vocab - 1, (tokens,)),
+            ids_T=torch.randint(arch.vocab_size - 1, (tokens,)),
             lm_T=torch.ones(tokens, dtype=torch.bool),
-            lens_D=torch.full((docs,), shapes.document_tokens),
-            pos_T=torch.arange(shapes.document_tokens).repeat(docs),
+            lens_D=lens.cuda(),
+            pos_T=torch.cat([torch.arange(int(n)) for n in lens]),
             total_tok=torch.tensor(tokens),
         )
 
@@ -80,10 +83,9 @@ def seen_pairs(arch: DrafterArch, batch: Batch, num_anchors: int, seed: int = 0)
     return total
 
 
-def measure(name: str, loss: str, mode: str, steps: int, kernels: int) -> dict[str, Any]:
-    shapes = SHAPES[name]
-    config, arch = shapes.config(loss, mode), shapes.arch()
-    state, batch = random_state(shapes, config), random_batch(shapes, config)
+def measure(case: Case, steps: int, kernels: int) -> dict[str, Any]:
+    config, arch = case.config, case.arch
+    state, batch = random_state(case), random_batch(case)
     torch.cuda.reset_peak_memory_stats()
     start_s = time.monotonic()
     for seq in range(3):
@@ -114,13 +116,13 @@ def measure(name: str, loss: str, mode: str, steps: int, kernels: int) -> dict[s
         "torch": torch.__version__,
         "command": "python -m benchmarks.drafter " + " ".join(sys.argv[1:]),
         "commit": commit(),
-        "shapes": name,
-        "loss": loss,
-        "mode": mode,
+        "shapes": case.name,
+        "loss": config.train.loss,
+        "mode": config.step_mode,
         "step_s": step_s,
         "step_s_min": min(times),
         "step_s_max": max(times),
-        "tok_per_s": shapes.tokens / step_s,
+        "tok_per_s": config.ring.max_tokens / step_s,
         "tflop_per_s": flop / step_s / 1e12,
         "floor_s": floor,
         "share_of_floor": floor / step_s,
@@ -181,7 +183,8 @@ COLUMNS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["27b"])
+    parser.add_argument("config", type=Path, nargs="?", help="a run's config, for its shapes")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="instead: published sizes")
     parser.add_argument("--loss", nargs="+", choices=["ce", "kl"], default=["kl"])
     parser.add_argument(
         "--mode", nargs="+", choices=["eager", "compiled", "graph"], default=["graph"]
@@ -190,16 +193,23 @@ def main() -> None:
     parser.add_argument("--kernels", type=int, default=0, help="show so many kernels' times")
     parser.add_argument("--json", type=Path, help="write all measurements there")
     args = parser.parse_args()
+    if (args.config is None) == (args.shapes is None):
+        parser.error("say a CONFIG or --shapes")
+    if not torch.cuda.is_available():
+        parser.error("the drafter's step is measured on a CUDA device, and there is none")
     found = []
-    for name in args.shapes:
-        for loss in args.loss:
-            for mode in args.mode:
-                found.append(measure(name, loss, mode, args.steps, args.kernels))
-                for kernel, ms in found[-1]["kernels_ms"].items():
-                    print(f"{ms:9.3f} ms  {kernel}")
-                print(" ".join(f"{k}={v.format(found[-1][k])}" for k, v in COLUMNS.items()))
-                gc.collect()
-                torch.cuda.empty_cache()
+    for name, loss, mode in itertools.product(args.shapes or [None], args.loss, args.mode):
+        case = (
+            Case.of_config(args.config, loss, mode)
+            if name is None
+            else SHAPES[name].case(name, loss, mode)
+        )
+        found.append(measure(case, args.steps, args.kernels))
+        for kernel, ms in found[-1]["kernels_ms"].items():
+            print(f"{ms:9.3f} ms  {kernel}")
+        print(" ".join(f"{k}={v.format(found[-1][k])}" for k, v in COLUMNS.items()))
+        gc.collect()
+        torch.cuda.empty_cache()
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 

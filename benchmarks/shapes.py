@@ -6,18 +6,40 @@ Ceilings of one H200, measured: 790 TFLOP/s (an 8192^3 bf16 product), 4.3 TB/s (
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
-from dflash.arch import DrafterArch
-from dflash.config import Config, parse_config
+from dflash.arch import DrafterArch, TargetArch
+from dflash.config import Config, load_config, parse_config
+from dflash.target_files import resolve_target
 
 FLOP_PER_S = 790e12
 BYTES_PER_S = 4.3e12
 
 
 @dataclass(frozen=True)
+class Case:
+    """One thing to measure: a slot of equal documents, every token supervised."""
+
+    name: str
+    config: Config
+    arch: DrafterArch
+    document_tokens: int
+    tied: bool
+
+    @classmethod
+    def of_config(cls, path: Path, loss: str, mode: str) -> Case:
+        """The drafter and slot of a run's config, over its target's shapes."""
+        changes = [f"train.loss={loss}", f"step.mode={mode}", "drafter.device=cuda"]
+        config = load_config(path, changes)
+        target = TargetArch.read(resolve_target(config.target.model))
+        arch = DrafterArch.build(config, target, mask_token_id=0)
+        tokens = config.ring.max_tokens // config.ring.max_docs
+        return cls(path.stem, config, arch, max(2, tokens), target.tie_word_embeddings)
+
+
+@dataclass(frozen=True)
 class Shapes:
-    """A slot of equal documents, every token supervised."""
+    """The published sizes, without a target at hand."""
 
     hidden: int
     intermediate: int
@@ -33,13 +55,13 @@ class Shapes:
     """4 sliding layers and a full one; None: 5 full layers."""
     tied: bool = False
 
-    def config(self, loss: str, mode: str, **drafter: Any) -> Config:
-        return parse_config(
+    def case(self, name: str, loss: str, mode: str) -> Case:
+        config = parse_config(
             {
                 "run": {"name": "bench"},
                 "data": {"path": "-"},
                 "target": {"model": "-"},
-                "drafter": {"device": "cuda", "block_size": self.block, **drafter},
+                "drafter": {"device": "cuda", "block_size": self.block},
                 "ring": {
                     "max_tokens": self.tokens,
                     "max_docs": self.tokens // self.document_tokens,
@@ -53,6 +75,7 @@ class Shapes:
             },
             "bench",
         )
+        return Case(name, config, self.arch(), self.document_tokens, self.tied)
 
     def arch(self) -> DrafterArch:
         slides = self.window is not None
