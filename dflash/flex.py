@@ -123,14 +123,18 @@ def tile_flags(
 
 
 def _in_order(want_MC: Tensor) -> tuple[Tensor, Tensor]:
-    """The order of create_block_mask: the wanted columns first. Not to be compiled: inductor 2.11
-    makes of this sort a kernel that takes minutes to compile (80 s for 40 columns)."""
+    """The order of create_block_mask: the wanted columns first; contiguous, since the kernels read
+    indices with stride 1 whatever the tensor's strides are.
+
+    Not to be compiled: of a short row's sort inductor 2.11 makes a kernel that takes minutes to
+    compile (40 columns: over 80 s)."""
     if want_MC.is_cuda:
         from .tiles_kernel import in_order
 
         count_M, index_MC = in_order(want_MC)
     else:
-        index_MC = want_MC.int().argsort(dim=1, descending=True, stable=True).int()
+        order_MC = want_MC.int().argsort(dim=1, descending=True, stable=True)
+        index_MC = order_MC.int().contiguous()
         count_M = want_MC.sum(dim=1).int()
     return count_M[None, None], index_MC[None, None]
 

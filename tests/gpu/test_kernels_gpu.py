@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_flex import EXACT, RAGGED, mask_of, scene
 from torch import nn
 
+from dflash import flex
+from dflash.anchors import Anchors
 from dflash.loss import head_loss, head_loss_full
+from dflash.mask import attend, dense_mask
 from dflash.optim import MasterAdamW
 
 pytestmark = [
@@ -70,3 +74,35 @@ def test_the_adamw_kernel_equals_torchs(dtype: torch.dtype) -> None:
     assert float(cpu.count) == float(gpu.count) == 9
     torch.testing.assert_close(gpu.masters.cpu(), cpu.masters, rtol=1e-5, atol=1e-6)
     assert torch.equal(gpu.weights, gpu.masters.to(dtype))
+
+
+@pytest.mark.parametrize("case", [*EXACT, *RAGGED])
+@pytest.mark.parametrize("window", [None, 64])
+def test_flex_attention_over_many_tiles_equals_sdpa(case: tuple, window: int | None) -> None:
+    """Forward and the gradients of queries, keys and values: one reads the tiles by rows, the other
+    by keys."""
+    grid, anchors, lens_D, doc_T = scene(case)
+    anchors = Anchors(*(x.cuda() for x in anchors))
+    low_A, high_A = flex.context_range(anchors, lens_D.cuda())
+    tiles = flex.find_tiles(*flex.tile_flags(low_A, high_A, window, grid))
+    on_cpu = mask_of(case, window, True)
+    mask = flex.block_mask_of(tiles, low_A, high_A, window, True, grid)
+    for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
+        assert torch.equal(getattr(mask, name).cpu(), getattr(on_cpu, name)), name
+        assert getattr(mask, name).is_contiguous(), name
+
+    torch.manual_seed(0)
+    block, rows = grid.block_size, grid.num_blocks * grid.block_size
+    q_QNE = torch.randn(rows, 2 * grid.heads, 16, device="cuda", requires_grad=True)
+    sizes = (grid.num_tokens, grid.num_tokens, rows, rows)
+    k, v, k_own, v_own = (torch.randn(n, 2, 16, device="cuda", requires_grad=True) for n in sizes)
+    leaves, weight_QNE = (q_QNE, k, v, k_own, v_own), torch.randn(q_QNE.shape, device="cuda")
+    dense_QS = dense_mask(
+        doc_T, anchors.position_A.cpu(), anchors.doc_A.cpu(), block, (window, True)
+    )
+    found = []
+    for each in (dense_QS.cuda(), flex.FlexMask(mask, grid.heads, block)):
+        out = attend(q_QNE, (k, v), (k_own, v_own), each)
+        found.append((out, *torch.autograd.grad((out * weight_QNE).sum(), leaves)))
+    for dense, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, dense, rtol=1e-4, atol=1e-4)

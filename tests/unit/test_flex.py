@@ -55,6 +55,7 @@ def test_tiles_are_those_of_create_block_mask(case: tuple[Any, ...], window: int
             for what in ("num_blocks", "indices"):
                 name = f"{side}_{what}"
                 assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+                assert getattr(ours, name).is_contiguous(), name
 
 
 @pytest.mark.parametrize("case", RAGGED)
