@@ -157,6 +157,9 @@ class EvalConfig(Section):
     prompts: Count = 16
     """Held-out prompts decoded by `eval`."""
     max_new_tokens: Count = 128
+    dtype: Dtype | None = None
+    """Of target and drafter in `eval`; None: each its own. float32 decodes without ties, and on
+    most CPUs faster than bfloat16."""
     threads: Count = 2
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between two measurements of tau_walk and ddtree_len@N in the run itself, on the

@@ -96,8 +96,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     settings = {
         "weights": weights_digest(subject.path),
         "target": model,
-        "dtype": section.target.dtype if section else "bfloat16",
-        "drafter_dtype": section.drafter.dtype if section else "bfloat16",
+        "dtype": options.dtype or (section.target.dtype if section else "bfloat16"),
+        "drafter_dtype": options.dtype or (section.drafter.dtype if section else "bfloat16"),
         "device": section.target.device if section else _any_device(),
         "threads": options.threads,
         "data": ", ".join(found.name for found in sets),
