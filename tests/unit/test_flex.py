@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_step import make_batch, make_state
+from tiny_step import HIDDEN, make_batch, make_state
 from torch.nn.attention.flex_attention import create_block_mask
 
 from dflash import flex, step
 from dflash.anchors import Anchors, documents, hash_keys, sample_anchors, valid_anchors
-from dflash.mask import attend, dense_mask
+from dflash.mask import attend, decode_masks, dense_mask
 from dflash.model import layer_kinds
 
 EXACT = [  # tokens, blocks, block size, folded heads, documents, invalid blocks
@@ -134,3 +134,19 @@ def test_a_step_of_compiled_pieces_equals_the_eager_one(
     for a, b in zip(want, got, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(pieces.optimizer.weights, eager.optimizer.weights)
+
+
+def test_decoding_of_any_length_compiles_nothing() -> None:
+    """The trainer walks held-out texts with the drafter that it trains compiled."""
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("compiled")
+
+    drafter = make_state().drafter
+    drafter.compile_pieces(backend=never)
+    for length in range(1, 13):
+        pos_S = torch.arange(length + 4)
+        ctx_kv = drafter.context_kv(torch.randn(length, HIDDEN), pos_S[:length])
+        masks = decode_masks(length, 4, layer_kinds(drafter.arch), pos_S.device)
+        out_QH = drafter(torch.randn(4, HIDDEN), pos_S[length:], ctx_kv, masks)
+        assert out_QH.isfinite().all()
