@@ -208,6 +208,7 @@ def main() -> None:
         for kernel, ms in found[-1]["kernels_ms"].items():
             print(f"{ms:9.3f} ms  {kernel}")
         print(" ".join(f"{k}={v.format(found[-1][k])}" for k, v in COLUMNS.items()))
+        torch.compiler.reset()  # a function is compiled for at most 8 sets of shapes
         gc.collect()
         torch.cuda.empty_cache()
     if args.json:
