@@ -119,18 +119,8 @@ def measure_texts(
     beat: Callable[[], None] = lambda: None,
 ) -> dict[str, float | None]:
     """tau_walk and ddtree_len@N of the drafter as it is now, over all texts."""
-    plain = uncompiled(drafter)
     walks = []
     for text in texts:
         beat()
-        walks.append(walk(plain, ends, text.states_TF, text.prompt, text.tokens))
+        walks.append(walk(drafter, ends, text.states_TF, text.prompt, text.tokens))
     return walked_means(walks)
-
-
-def uncompiled(drafter: DFlashDrafter) -> DFlashDrafter:
-    """The same weights (the very tensors) in a module that takes any shape: a compiled drafter
-    would compile again for each text."""
-    with torch.device("meta"):
-        plain = DFlashDrafter(drafter.arch)
-    plain.load_state_dict(drafter.state_dict(), assign=True)
-    return plain.eval().requires_grad_(False)

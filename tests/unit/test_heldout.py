@@ -74,23 +74,6 @@ def test_the_trainer_measures_what_eval_measures_and_nothing_else_changes(
     assert measured["walk_equal"] == 3 and figures["ddtree_len@64"] > 1
 
 
-def test_a_compiled_drafter_is_measured_by_its_own_weights_uncompiled(run: TinyRun) -> None:
-    drafter = random_drafter(run.arch)
-
-    def never(*args: object) -> None:
-        raise AssertionError("the compiled form was called")
-
-    for layer in drafter.layers:
-        layer._compiled_call_impl = never  # type: ignore[assignment]
-    plain = H.uncompiled(drafter)
-    theirs = dict(plain.named_parameters())
-    for name, parameter in drafter.named_parameters():
-        assert theirs[name].data_ptr() == parameter.data_ptr()
-    states_TF = text_states(run.target, [5, 6, 7, 8, 9])
-    text = H.Text([5, 6, 7], [8, 9], states_TF)
-    assert H.measure_texts(drafter, run.target.ends(), [text])["tau_walk"] in (1.0, 2.0)
-
-
 def test_other_settings_have_other_texts(run: TinyRun) -> None:
     def name(config: Config) -> str:
         return H.heldout_file(config, prepared(run), run.arch).name
