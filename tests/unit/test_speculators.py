@@ -11,8 +11,8 @@ import pytest
 import torch
 from tiny_run import TinyRun, make_run
 
+from dflash import evaluate, speculators
 from dflash import export as E
-from dflash import speculators
 from dflash.arch import DrafterArch
 from dflash.checkpoint import load
 from dflash.config import ConfigError
@@ -257,3 +257,16 @@ def test_the_card_names_the_server_that_reads_it(run: TinyRun, tmp_path: Path) -
     assert "SGLang reads z-lab's layout only" in card
     assert "sglang.launch_server" not in card
     assert "`vllm serve DRAFTER`" not in card  # vLLM takes no verifier from a local path
+
+
+def test_eval_takes_the_directory_and_measures_what_zlabs_layout_measures(
+    run: TinyRun, tmp_path: Path
+) -> None:
+    results = []
+    for name in E.FORMATS:
+        E.export(run.path, tmp_path / name, name)
+        options = ["--prompts", "2", "--max-new-tokens", "8", "--json", str(tmp_path / "out.json")]
+        assert evaluate.main([str(tmp_path / name), *options]) == 0
+        results.append(json.loads((tmp_path / "out.json").read_text()))
+    zlab, other = results
+    assert zlab["weights"] == other["weights"] and zlab["tau"] == other["tau"]
