@@ -103,7 +103,7 @@ def export(
     context: typer.Context,
     what: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT")],
 ) -> NoReturn:
-    """Write the drafter in a serving layout: --to DIR [--format z-lab]."""
+    """Write the drafter in a serving layout: --to DIR [--format z-lab|speculators]."""
     _become("dflash.export", what, context.args)
 
 
