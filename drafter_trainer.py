@@ -22,7 +22,7 @@ import torch
 
 from dflash import checkpoint
 from dflash.arch import DrafterArch, TargetArch
-from dflash.config import Config, load_config
+from dflash.config import Config, ConfigError, load_config
 from dflash.feed import Feed
 from dflash.heldout import heldout_file, load_texts, measure_texts
 from dflash.prepare import Prepared
@@ -48,6 +48,8 @@ def run(run_dir: Path) -> int:
         checkpoint.restore(state, checkpoint.load(saved), prepared.fingerprint)
 
     arch, steps = state.drafter.arch, config.train.steps
+    # Named once, as target worker 0 does: the name changes with the target's directory.
+    texts = heldout_file(config, prepared, arch)
     fields = slot_fields(config, arch)
     on_gpu = config.drafter.device == "cuda"
     verify = config.ring.verify and not on_gpu  # there the copy is summed, on the device
@@ -64,7 +66,6 @@ def run(run_dir: Path) -> int:
 
     def walk_heldout() -> dict[str, float | None]:
         """Texts come from target worker 0, and another one may have been READY before it."""
-        texts = heldout_file(config, prepared, arch)
         while not texts.exists():
             child.check_stop()
             ring.beat()
@@ -196,10 +197,8 @@ class Journal:
 
     def __init__(self, path: Path, ring: RingReader, config: Config, step: int) -> None:
         self.path, self.ring, self.config = path, ring, config
-        written = path.read_text().splitlines(keepends=True) if path.exists() else []
-        whole = [line for line in written if line.endswith("\n")]  # a kill may cut the last one
         new = path.with_suffix(".tmp")
-        new.write_text("".join(line for line in whole if json.loads(line)["step"] <= step))
+        new.write_text("".join(lines_until(path, step)))
         new.replace(path)
         self.posted: tuple[Callable[[], dict[str, float]], dict[str, Any]] | None = None
         self._restart(step)
@@ -251,6 +250,18 @@ class Journal:
         targets = [p.waited_s for p in view.parties if p.role == "writer" and p.status == "alive"]
         ready = sum(slot.state == "READY" for slot in view.slots)
         return self.ring.waited_s, sum(targets) / max(1, len(targets)), ready
+
+
+def lines_until(path: Path, step: int) -> list[str]:
+    """Of a metrics.jsonl that may not exist. Raises ConfigError."""
+    try:
+        written = path.read_text().splitlines(keepends=True) if path.exists() else []
+        whole = [line for line in written if line.endswith("\n")]  # a kill may cut the last one
+        return [line for line in whole if json.loads(line)["step"] <= step]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: holds lines that are no metrics ({error}): remove them, or the file"
+        ) from None
 
 
 def main() -> None:

@@ -54,17 +54,12 @@ class TargetArch:
         Raises ConfigError.
         """
         path = Path(directory) / "config.json"
-        try:
-            outer = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise ConfigError(f"target.model: {directory} has no config.json") from None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"target.model: {path} cannot be read: {error}") from None
+        if not path.exists():
+            raise ConfigError(f"target.model: {directory} has no config.json")
+        outer = _object(path)
         text = outer.get("text_config") or outer
         generation = path.with_name("generation_config.json")
-        stops = (
-            json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
-        )
+        stops = _object(generation).get("eos_token_id") if generation.exists() else None
         return cls.from_config(text, outer, stops)
 
     @classmethod
@@ -75,6 +70,10 @@ class TargetArch:
             if text.get(key) is None:
                 raise ConfigError(
                     f"target.model: its config.json has no {key}: not a known causal LM"
+                )
+            if not isinstance(text[key], int) or text[key] < 1:
+                raise ConfigError(
+                    f"target.model: its config.json has {key} {text[key]!r}: must be a count"
                 )
             return text[key]
 
@@ -105,6 +104,16 @@ class TargetArch:
             eos_token_ids=tuple(dict.fromkeys(eos)),
             pad_token_id=text.get("pad_token_id", outer.get("pad_token_id")),
         )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"target.model: {path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"target.model: {path} must hold an object, not {type(found).__name__}")
+    return found
 
 
 def _ids(value: Any) -> list[int]:
@@ -180,6 +189,11 @@ class DrafterArch:
         wanted = config.drafter
         taps = config.target.taps or default_taps(target.num_layers, config.target.num_taps)
         bad = [tap for tap in taps if not 0 <= tap < target.num_layers]
+        if config.target.taps is None and (bad or len(set(taps)) != len(taps)):
+            raise ConfigError(
+                f"target.num_taps: {len(taps)} are too many for the {target.num_layers} layers of "
+                "this target: lower it, or name layers in target.taps"
+            )
         if bad or len(set(taps)) != len(taps) or list(taps) != sorted(taps):
             raise ConfigError(
                 f"target.taps: {list(taps)}: must be distinct, rising layer ids "

@@ -30,10 +30,10 @@ from typing import Any
 import torch
 
 from .arch import DrafterArch
+from .complete import MARKER, complete_checkpoints, is_complete
 from .config import ConfigError, dump_config
 from .step import TrainState
 
-MARKER = "COMPLETE"
 VERSIONS = ("torch", "transformers")
 TEMP = ".tmp-"
 
@@ -151,26 +151,6 @@ def load(path: str | Path) -> Checkpoint:
 def latest(directory: str | Path) -> Path | None:
     """The complete checkpoint of the highest step, or None."""
     return next(reversed(complete_checkpoints(directory)), None)
-
-
-def complete_checkpoints(directory: str | Path) -> list[Path]:
-    """By rising step."""
-    return [path for path in sorted(Path(directory).glob("step_*")) if is_complete(path)]
-
-
-def is_complete(path: Path) -> bool:
-    """Whether the marker is there and every file it names has the size it had."""
-    marker = path / MARKER
-    if not marker.is_file():
-        return False
-    try:
-        sizes = json.loads(marker.read_text())
-    except ValueError:  # the marker itself is cut off
-        return False
-    return all(
-        (path / name).is_file() and (path / name).stat().st_size == size
-        for name, size in sizes.items()
-    )
 
 
 def find_checkpoint(path: str | Path) -> Path:

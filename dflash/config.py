@@ -61,7 +61,7 @@ class TargetConfig(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     threads: Count = 1
     """CPU threads of one target worker."""
-    taps: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    taps: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
     """0-based ids of the captured layers; None: `num_taps` of them by DFlash's spacing."""
     num_taps: Count = 5
     micro_batch_tokens: Count = 2048
@@ -80,7 +80,7 @@ class DrafterConfig(Section):
     """A token id, a token, or None: an unused or reserved id of the tokenizer."""
     num_attention_heads: Count | None = None
     num_key_value_heads: Count | None = None
-    head_dim: Count | None = None
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
     intermediate_size: Count | None = None
     """None in these four: as the target's (head_dim at most 128)."""
     attention_bias: bool = False
@@ -120,12 +120,12 @@ class RingConfig(Section):
     """Documents of a slot (D)."""
     verify: bool = True
     """Sums of every slot's valid prefix, checked by the trainer."""
-    quarantine_s: Annotated[float, Field(ge=0)] = 2.0
+    quarantine_s: Annotated[float, Field(ge=0, le=3600)] = 2.0
     """How long the slot of a dead target worker is left alone: a copy may still be landing."""
 
 
 class TrainConfig(Section):
-    steps: Count
+    steps: Annotated[int, Field(ge=1, lt=2**31)]
     """Optimizer steps of the whole run."""
     loss: Literal["ce", "kl"] = "ce"
     position_weights: Literal["decay", "dpace"] = "decay"
@@ -136,7 +136,7 @@ class TrainConfig(Section):
     """Anchors per 1,000 tokens of a slot: with ring.max_tokens it fixes the anchors of a step."""
     passes_per_slot: Count = 1
     """Optimizer steps on one slot, each with fresh anchors."""
-    lr: Positive = 6e-4
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 6e-4
     warmup: Share = 0.04
     """Share of the steps; then a cosine to zero."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -267,8 +267,8 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     try:
-        raw = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        raw = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise ConfigError(
@@ -292,6 +292,19 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML that refuses a key written twice: the second would silently win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for n, (key, (at, _)) in enumerate(zip(keys, node.value, strict=True)):
+            if key in keys[:n]:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key!r} is set twice", at.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
 def _apply(raw: dict[str, Any], override: str) -> None:
     key, eq, value = override.partition("=")
     if not eq or not key:
@@ -303,8 +316,8 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"{override!r}: {parent} is not a section")
     try:
-        node[last] = yaml.safe_load(value)
-    except yaml.YAMLError:
+        node[last] = yaml.load(value, _Loader)
+    except (yaml.YAMLError, ValueError):
         raise ConfigError(f"{override!r}: the value is not YAML") from None
 
 

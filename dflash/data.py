@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -30,6 +31,7 @@ from .config import ConfigError, cache_dir
 RECIPE = 1
 """Part of every fingerprint: raise it when the same input would give other documents."""
 ROLES = ("system", "user", "assistant", "tool")
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def read_conversations(path: str | Path) -> Iterator[tuple[int, Messages]]:
 def _parse_line(line: bytes, where: str) -> Messages:
     try:
         row = json.loads(line)
-    except ValueError as error:  # of JSON, or of UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON, or of UTF-8; nested too deep
         raise ConfigError(f"{where}: not JSON: {error}") from None
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list) or not messages:
@@ -179,6 +181,8 @@ def _message_problem(message: Any) -> str:
         return f"role {role!r} is none of {', '.join(ROLES)}"
     if not isinstance(content, str):
         return f"content must be a text, not {type(content).__name__}"
+    if SURROGATE.search(content):
+        return "content has half a surrogate pair (\\ud800 to \\udfff), which is no character"
     return f"the {role} message is empty" if not content.strip() else ""
 
 
@@ -310,5 +314,11 @@ def prepare_dataset(
     if cached.exists():
         return cached, Dataset.load(cached)
     dataset = build_dataset(path, tokenizer, stops=stops, options=options)
-    dataset.save(cached)
+    try:
+        dataset.save(cached)
+    except OSError as error:
+        raise ConfigError(
+            f"{cached.parent}: the tokenised data cannot be kept there: {error.strerror}: make "
+            "room, or set DFLASH_RING_CACHE to another directory"
+        ) from None
     return cached, dataset

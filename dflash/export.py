@@ -98,10 +98,15 @@ def export(checkpoint_path: str | Path, to: str | Path, format_name: str = "z-la
     ends = load_ends(target_dir, target, torch.float32, "cpu")
     card = model_card(checkpoint, config, path, to.name, target_dir, format_name)
 
-    to.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in to.parent.glob(f".{to.name}.tmp-*"):  # of an export that was killed
-        shutil.rmtree(leftover)
-    temp = Path(tempfile.mkdtemp(dir=to.parent, prefix=f".{to.name}.tmp-"))
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in to.parent.glob(f".{to.name}.tmp-*"):  # of an export that was killed
+            shutil.rmtree(leftover)
+        temp = Path(tempfile.mkdtemp(dir=to.parent, prefix=f".{to.name}.tmp-"))
+    except OSError as error:
+        raise ConfigError(
+            f"--to: {to.parent} cannot be written: {error.strerror}: choose another place"
+        ) from None
     try:
         rounded = _write(format_name, raw, checkpoint, temp)
         drift = _verify(temp, checkpoint, rounded, ends)

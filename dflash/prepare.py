@@ -62,12 +62,13 @@ class Prepared:
 
 def prepare(config: Config) -> Prepared:
     """Everything before the first process starts. Prints a short log. Raises ConfigError."""
-    from .target_files import resolve_target
+    from .target_files import resolve_target, tensor_files
 
     target_dir = resolve_target(config.target.model)
     target = TargetArch.read(target_dir)
     # The mask token is chosen last, but bad taps must not wait for the tokeniser.
     DrafterArch.build(config, target, mask_token_id=0)
+    tensor_files(target_dir)  # nor must missing or cut-off weights
     tokenizer = load_tokenizer(target_dir)
     stops = stop_ids(target, tokenizer)
     path, dataset = prepare_dataset(
@@ -103,7 +104,7 @@ def load_tokenizer(target_dir: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(target_dir)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:  # also where a key is missing
         raise ConfigError(
             f"target.model: {target_dir}: no usable tokenizer: {' '.join(str(error).split())[:200]}"
         ) from None

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -42,7 +43,7 @@ def resolve_target(model: str) -> Path:
     """
     if model.startswith("package:"):
         return convert_gguf(_package_file(model))
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))  # noqa: PTH111 - this one never raises
     if path.is_dir():
         return path
     if model.endswith(".gguf"):
@@ -173,7 +174,7 @@ def load_ends(
 
     Raises ConfigError where the files lack them or have other shapes.
     """
-    files = _tensor_files(Path(directory))
+    files = tensor_files(Path(directory))
 
     def read(names: tuple[str, ...], what: str) -> torch.Tensor:
         key = _find_key(files, names)
@@ -195,18 +196,28 @@ def load_ends(
     return FrozenEnds(embed_VH, head_VH, norm_H, arch.embed_scale, arch.logit_softcap)
 
 
-def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Tensor name -> the safetensors file that holds it."""
-    from safetensors import safe_open
+def tensor_files(directory: Path) -> dict[str, Path]:
+    """Tensor name -> the safetensors file that holds it. Reads headers only; each must fit its
+    file's length. Raises ConfigError."""
+    from safetensors import SafetensorError, safe_open
 
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        return {key: directory / file for key, file in weight_map.items()}
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        paths = [directory / name for name in sorted(names)]
+    else:
+        paths = sorted(directory.glob("*.safetensors"))
     files = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, "pt") as tensors:
-            files.update(dict.fromkeys(tensors.keys(), path))
+    for path in paths:
+        if not path.exists():
+            raise ConfigError(f"target.model: {path} is missing: the download is incomplete")
+        try:
+            with safe_open(path, "pt") as tensors:
+                files.update(dict.fromkeys(tensors.keys(), path))
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"target.model: {path}: no usable weights ({error}): fetch the file again"
+            ) from None
     if not files:
         raise ConfigError(f"target.model: {directory} has no *.safetensors files")
     return files
@@ -222,7 +233,5 @@ def _find_key(files: dict[str, Path], names: tuple[str, ...]) -> str | None:
 def _read_tensor(path: Path, key: str) -> torch.Tensor:
     from safetensors import safe_open
 
-    if not path.exists():
-        raise ConfigError(f"target.model: {path} is missing: the download is incomplete")
     with safe_open(path, "pt") as tensors:
         return tensors.get_tensor(key)

@@ -131,6 +131,8 @@ class Facts:
         room = (free - ring_bytes(self.fields, 0)) / fewest - pages
         share = max(room, 0) / self.slot_bytes
         tokens = int(ring.max_tokens * share) // 16 * 16
+        if not tokens:
+            return f"not even {fewest} of the smallest fit: set ring.path to another tmpfs"
         return f"set ring.slots={fewest} and ring.max_tokens to at most {tokens}"
 
     def _gpu_problems(self) -> list[str]:
@@ -170,11 +172,20 @@ def check_early(config: Config) -> None:
         raise ConfigError(f"data.path: {config.data.path}: no such file")
     if not config.ring.path.parent.is_dir():
         raise ConfigError(f"ring.path: {config.ring.path.parent}: no such directory")
+    ring = config.ring.path
+    if ring.is_dir():
+        foreign = any(ring.iterdir()) and not (ring / "meta.bin").exists()
+    else:
+        foreign = ring.exists()
+    if foreign:
+        raise ConfigError(
+            f"ring.path: {ring} is there and is no ring: name a new directory inside a tmpfs"
+        )
 
 
 def refuse_early(config: Config) -> None:
     """The whole preflight, where the target needs no conversion or download first."""
-    directory = Path(config.target.model).expanduser()
+    directory = Path(os.path.expanduser(config.target.model))  # noqa: PTH111 - this one never raises
     if (directory / "config.json").is_file():
         Facts.gather(config, directory, None).refuse()
 

@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
+from dflash.complete import complete_checkpoints
 from dflash.config import Config, ConfigError, RunConfig, dump_config, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,8 +107,14 @@ class RunDir:
     @contextmanager
     def lock(self) -> Iterator[RunLock]:
         """Hold the run. ConfigError, naming the pid, where another launcher does."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "lock").open("a+") as file:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            opened = (self.path / "lock").open("a+")
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir: {self.path} cannot be written: {error.strerror}: set another run.dir"
+            ) from None
+        with opened as file:
             self._acquire(file)
             lock = RunLock(file)
             lock.note("starting")
@@ -148,9 +155,10 @@ class RunDir:
     # --- how far it is ---
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps of the complete checkpoints, rising. dflash/checkpoint.py writes COMPLETE last."""
-        done = self.checkpoints.glob("step_*/COMPLETE")
-        return sorted(int(path.parent.name.removeprefix("step_")) for path in done)
+        """Steps of the checkpoints that the trainer would resume from, rising."""
+        return [
+            int(path.name.removeprefix("step_")) for path in complete_checkpoints(self.checkpoints)
+        ]
 
     def last_step(self) -> int:
         """Of the newest checkpoint; 0 without one."""
@@ -198,7 +206,14 @@ class RunDir:
         """Make `new` the run's prepared.json. ConfigError where the data of a half-trained run
         is not what it was."""
         if self.prepared_file.exists() and self.last_step():
-            old, now = (json.loads(p.read_text()) for p in (self.prepared_file, new))
+            try:
+                old = json.loads(self.prepared_file.read_text())
+            except ValueError:
+                raise ConfigError(
+                    f"{self.prepared_file}: not JSON any more: delete it (the checkpoint still "
+                    "says which data the run was trained on)"
+                ) from None
+            now = json.loads(new.read_text())
             for key, word in (("fingerprint", "data.path"), ("mask_token_id", "target.model")):
                 if old[key] != now[key]:
                     raise ConfigError(

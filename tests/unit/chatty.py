@@ -1,10 +1,13 @@
-"""Small real tokenizers with ChatML-like templates, and target directories without weights."""
+"""Small real tokenizers with ChatML-like templates, and targets without real weights."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
 
 START, END, PAD, SPARE = "<|im_start|>", "<|im_end|>", "<|pad|>", "<|spare|>"
 ANSWER = "{{ message['content'] }}"
@@ -58,7 +61,7 @@ def make_tokenizer(template: str | None = PLAIN, extra: tuple[str, ...] = (SPARE
 
 
 def write_target(directory: Path, template: str | None = PLAIN, **changes: Any) -> Path:
-    """config.json and tokenizer of a small Llama; what prepare reads. Weights are not needed."""
+    """config.json and tokenizer of a small Llama; what prepare reads: of weights only headers."""
     tokenizer = make_tokenizer(template)
     tokenizer.save_pretrained(directory)
     config = {
@@ -76,6 +79,7 @@ def write_target(directory: Path, template: str | None = PLAIN, **changes: Any) 
         "pad_token_id": tokenizer.pad_token_id,
     }
     (directory / "config.json").write_text(json.dumps(config | changes))
+    save_file({"none": np.zeros(1, np.float32)}, directory / "model.safetensors")
     return directory
 
 

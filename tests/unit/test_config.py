@@ -79,6 +79,10 @@ def test_overrides_win_and_reach_new_sections(tmp_path: Path) -> None:
             ["block_size 12", "ring.max_tokens", "at least 24"],
         ),
         ({"run": {"name": "a/b"}}, ["run.name", "a/b"]),
+        ({"train": {"lr": float("inf")}}, ["train.lr", "finite"]),
+        ({"ring": {"quarantine_s": 4000}}, ["ring.quarantine_s", "3600"]),
+        ({"target": {"taps": []}}, ["target.taps", "at least 1"]),
+        ({"drafter": {"head_dim": 7}}, ["drafter.head_dim", "multiple of 2"]),
     ],
 )
 def test_a_mistake_is_one_line_with_key_and_rule(
@@ -99,7 +103,26 @@ def test_a_missing_file_names_the_nearest() -> None:
         load_config(ROOT / "configs/smollm_cpu.yaml")
 
 
-@pytest.mark.parametrize("override", ["train.lr", "=3", "run.name.x=3", "train.lr=[1"])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("run: {name: 2020-13-45}", "month"),
+        ("run: {name: a}\nrun: {name: b}", "'run' is set twice"),
+    ],
+)
+def test_what_yaml_would_let_pass_or_break_at_is_one_line(
+    text: str, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"x.yaml: not YAML: .*{words}") as caught:
+        load_config(path)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "override", ["train.lr", "=3", "run.name.x=3", "train.lr=[1", "run.name=2020-13-45"]
+)
 def test_a_malformed_override_is_refused(override: str) -> None:
     with pytest.raises(ConfigError):
         load_config(CONFIGS[0], [override])

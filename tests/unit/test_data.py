@@ -58,6 +58,8 @@ GOOD = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "c
     [
         ('{"messages": [', "not JSON"),
         (b"\xff\xfe", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ('{"messages": [{"role": "user", "content": "a\\ud800"}]}', "half a surrogate pair"),
         ('["a"]', 'needs a list "messages"'),
         ('{"text": "a"}', 'needs a list "messages"'),
         ('{"messages": []}', 'needs a list "messages" with at least one message'),

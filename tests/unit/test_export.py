@@ -247,6 +247,8 @@ def test_a_directory_with_other_things_is_left_alone(run: TinyRun, tmp_path: Pat
     file = tmp_path / "thesis.txt"
     with pytest.raises(ConfigError, match="not empty and not an earlier export"):
         E.export(run.path, file)
+    with pytest.raises(ConfigError, match=r"--to: .*thesis\.txt cannot be written"):
+        E.export(run.path, file / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 

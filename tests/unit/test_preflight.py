@@ -120,6 +120,9 @@ def test_a_missing_data_file_or_ring_directory_is_refused(tmp_path: Path) -> Non
     check_early(config_of(tmp_path))
     with pytest.raises(ConfigError, match=r"ring\.path: .*nowhere: no such directory"):
         check_early(config_of(tmp_path, ring={"path": str(tmp_path / "nowhere" / "ring")}))
+    for foreign in (tmp_path, tmp_path / "data.jsonl"):
+        with pytest.raises(ConfigError, match=r"ring\.path: .* is no ring: name a new directory"):
+            check_early(config_of(tmp_path, ring={"path": str(foreign)}))
 
 
 def test_cuda_without_a_gpu_is_refused(

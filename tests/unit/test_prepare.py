@@ -133,10 +133,38 @@ def test_a_target_without_a_tokenizer_is_refused(
 ) -> None:
     config = write_config(tmp_path)
     for file in (tmp_path / "target").iterdir():
-        if file.name != "config.json":
+        if file.suffix != ".safetensors" and file.name != "config.json":
             file.unlink()
     assert main([str(config), str(tmp_path / "out.json")]) == 2
     assert "no usable tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "line"),
+    [
+        ("model.safetensors", None, "has no *.safetensors files"),
+        ("model.safetensors", b"\x50" + 90 * b"\0", "no usable weights"),
+        ("config.json", b"[1]", "must hold an object, not list"),
+        ("config.json", b'{"num_attention_heads": "4"}', "num_attention_heads '4'"),
+        ("generation_config.json", b"{", "generation_config.json cannot be read"),
+        ("tokenizer.json", b"{}", "no usable tokenizer"),
+    ],
+)
+def test_a_damaged_target_is_refused_in_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    file: str,
+    content: bytes | None,
+    line: str,
+) -> None:
+    config = write_config(tmp_path)
+    path = tmp_path / "target" / file
+    path.unlink(missing_ok=True)
+    if content is not None:
+        path.write_bytes(content)
+    assert main([str(config), str(tmp_path / "out.json")]) == 2
+    error = capsys.readouterr().err
+    assert line in error and error.count("\n") == 1
 
 
 def test_weights_and_tokenizer_of_different_models_are_refused(

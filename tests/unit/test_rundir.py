@@ -54,7 +54,18 @@ def test_only_whole_checkpoints_count(run: RunDir) -> None:
     write_checkpoint(run, 10)
     write_checkpoint(run, 20)
     (run.checkpoints / "step_00000030").mkdir()
+    write_checkpoint(run, 40)
+    (run.checkpoints / "step_00000040" / "COMPLETE").write_text('{"model.safetensors": 100}')
+    write_checkpoint(run, 50)
+    (run.checkpoints / "step_00000050").rename(run.checkpoints / "step_50_mine")
     assert run.checkpoint_steps() == [10, 20]
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run = RunDir(tmp_path / "file" / "run")
+    with pytest.raises(ConfigError, match=r"run\.dir: .* cannot be written"), run.lock():
+        pass
 
 
 def test_before_a_checkpoint_any_config_may_start_the_run(run: RunDir, tmp_path: Path) -> None:
