@@ -126,6 +126,18 @@ def test_sigterm_saves_and_the_same_command_resumes(
     assert losses(home, "stopped") == undisturbed
 
 
+def test_a_trainer_that_loses_its_ring_keeps_what_it_has_trained(home: Path) -> None:
+    config = write_config(home, "robbed", train={"steps": 100_000, "checkpoint_every": 100_000})
+    process = start(home, "run", config)
+    wait_for(lambda: steps_logged(home, "robbed") >= 3)
+    launch(home, "ring", "destroy", "--force", ring_path(config))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "nothing is saved" not in output, output
+    kept = max((home / "runs/robbed/checkpoints").glob("step_*"))
+    assert [step for step, *_ in losses(home, "robbed")] == list(range(1, int(kept.name[5:]) + 1))
+    assert nothing_left(config)
+
+
 def test_status_names_the_waiting_side_while_the_trainer_is_stopped(home: Path) -> None:
     config = write_config(home, "paused")
     process = start(home, "run", config)
