@@ -31,7 +31,7 @@ from dflash.step import DTYPES, Batch, TrainState, train_step
 from dflash.target import load_ends
 from launcher import child
 from launcher.slot import slot_fields
-from shm_ring import ReadLease, RingReader, Stopped, snapshot
+from shm_ring import ReadLease, RingError, RingReader, Stopped, snapshot
 from shm_ring.pin import pin
 
 log = logging.getLogger("trainer")
@@ -78,9 +78,15 @@ def run(run_dir: Path) -> int:
     while state.step < steps and not child.stop_requested():
         seq, pass_idx = state.slot, state.pass_idx
         try:
+            ring.beat()
             batch = slots.batch(seq)
         except Stopped:
             break
+        except RingError:  # poisoned, or removed: no more slots come, but these steps are done
+            journal.write_posted()
+            if state.step > saved_step:
+                save()
+            raise
         train_step(state, batch, seq=seq, pass_idx=pass_idx)
         journal.write_posted()
         if state.step % config.train.log_every == 0 or state.step == steps:
@@ -93,7 +99,6 @@ def run(run_dir: Path) -> int:
         if state.step % config.train.checkpoint_every == 0 or state.step == steps:
             journal.write_posted()
             saved_step = save()
-        ring.beat()
 
     slots.give_back()
     journal.write_posted()
@@ -175,7 +180,7 @@ class CopiedSlots:
     def finished(self, next_seq: int) -> None:
         """The last step on the slot has been launched: begin to copy the next one under it."""
         if self.here != next_seq < self.ring.end_seq and not child.stop_requested():
-            with contextlib.suppress(Stopped):  # `batch` will raise it
+            with contextlib.suppress(RingError):  # `batch` will raise it
                 self._start(next_seq)
 
     def give_back(self) -> None:
@@ -200,6 +205,7 @@ class Journal:
         new = path.with_suffix(".tmp")
         new.write_text("".join(lines_until(path, step)))
         new.replace(path)
+        self.seen = 0.0, 0
         self.posted: tuple[Callable[[], dict[str, float]], dict[str, Any]] | None = None
         self._restart(step)
 
@@ -246,10 +252,13 @@ class Journal:
 
     def _waits(self) -> tuple[float, float, int]:
         """Seconds that the trainer and (on average) a target worker have waited; READY slots."""
-        view = snapshot(self.config.ring.path)
-        targets = [p.waited_s for p in view.parties if p.role == "writer" and p.status == "alive"]
-        ready = sum(slot.state == "READY" for slot in view.slots)
-        return self.ring.waited_s, sum(targets) / max(1, len(targets)), ready
+        with contextlib.suppress(RingError):  # removed: the next beat says so
+            view = snapshot(self.config.ring.path)
+            writers = [party for party in view.parties if party.role == "writer"]
+            targets = [party.waited_s for party in writers if party.status == "alive"]
+            ready = sum(slot.state == "READY" for slot in view.slots)
+            self.seen = sum(targets) / max(1, len(targets)), ready
+        return self.ring.waited_s, *self.seen
 
 
 def lines_until(path: Path, step: int) -> list[str]:
