@@ -50,6 +50,7 @@ def run_command(config: Config, argv: list[str]) -> int:
     refuse_early(config)
     refuse_used(config.ring.path)
     with StopSignals() as signals, run.lock() as lock:
+        run.check_resumable(config)  # again: another launcher may have come and gone
         previous = run.config() if run.exists() else None
         attempt = run.begin_attempt(config, argv)
         with closing(Screen(attempt / "launch.log")) as screen:
