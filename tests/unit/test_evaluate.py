@@ -252,3 +252,11 @@ def test_several_prompt_sets_are_a_row_each_and_a_total(
     ]
     assert V.main([str(run.path), *options]) == 0
     assert "already measured" in capsys.readouterr().out
+
+
+def test_eval_may_decode_in_a_dtype_of_its_own(tmp_path: Path) -> None:
+    run = make_run(tmp_path, dtype="bfloat16", eval_changes={"dtype": "float32"})
+    V.run(V.parse_arguments([str(run.path)]))
+    kept = record(run)
+    assert (kept["dtype"], kept["drafter_dtype"]) == ("float32", "float32")
+    assert kept["lossless"] == {"identical": 3, "tie": 0, "different": 0}

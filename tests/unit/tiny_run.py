@@ -87,6 +87,7 @@ def make_run(
     dtype: str = "float32",
     train_steps: int = 3,
     arch_changes: dict[str, Any] | None = None,
+    eval_changes: dict[str, Any] | None = None,
     trained_prompt: list[int] | None = None,
 ) -> TinyRun:
     torch_dtype = torch.float32 if dtype == "float32" else torch.bfloat16
@@ -105,7 +106,7 @@ def make_run(
         },
         "ring": {"max_tokens": TOKENS, "max_docs": 4},
         "train": {"steps": train_steps, "lr": 1e-2, "anchor_density": 500},
-        "eval": {"prompts": 3, "max_new_tokens": 12, "threads": 1},
+        "eval": {"prompts": 3, "max_new_tokens": 12, "threads": 1} | (eval_changes or {}),
     }
     config = parse_config(raw, "test")
     arch = drafter_arch(target, mask_token_id=VOCAB - 1, **(arch_changes or {}))
