@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,3 +72,10 @@ def test_default_taps_are_those_of_published_drafters(
     layers: int, taps: int, want: tuple[int, ...]
 ) -> None:
     assert default_taps(layers, taps) == want
+
+
+def test_every_test_that_the_traps_page_names_exists() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs/traps.md").read_text()))
+    written = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 12
+    assert not {name for name in named if f"def {name}(" not in written}
