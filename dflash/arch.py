@@ -17,6 +17,8 @@ from .config import Config, ConfigError
 
 # Families whose RMSNorm multiplies by (1 + w): a drafter norm copied from theirs must add the 1.
 ZERO_CENTRED_NORMS = ("gemma", "qwen3_5", "qwen3_next")
+PLAIN_NORMS = ("gemma3n", "gemma4")
+"""Gemmas that no longer do."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class TargetArch:
 
     @property
     def zero_centred_norm(self) -> bool:
-        return self.model_type.startswith(ZERO_CENTRED_NORMS)
+        plain = self.model_type.startswith(PLAIN_NORMS)
+        return not plain and self.model_type.startswith(ZERO_CENTRED_NORMS)
 
     @classmethod
     def read(cls, directory: str | Path) -> TargetArch:

@@ -121,9 +121,11 @@ class CachedTarget:
 
 
 def _recurrent_state(layer: Any) -> dict[str, Any]:
-    """Copies of everything a run changes in a recurrent cache layer."""
+    """What a run changes in a recurrent cache layer. Its states are overwritten, so they are
+    copied; keys and values that stand in the same layer (Falcon-H1) are replaced."""
     return {
         name: {index: x.clone() if isinstance(x, Tensor) else x for index, x in value.items()}
-        for name, value in vars(layer).items()
         if isinstance(value, dict)
+        else value
+        for name, value in vars(layer).items()
     }

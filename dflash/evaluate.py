@@ -17,6 +17,7 @@ Exit code 1: some drafted text differs and no tie explains it.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -124,7 +125,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     dtype = TORCH_DTYPES[str(settings["drafter_dtype"])]
     drafter = build_drafter(subject.arch, subject.weights, dtype, target.device)
-    ends = load_ends(directory, target_arch, dtype, target.device)
+    ends = dataclasses.replace(
+        load_ends(directory, target_arch, dtype, target.device),
+        # As the drafter's own config has it: somebody else's may not scale as the target does.
+        embed_scale=subject.arch.embed_scale,
+        logit_softcap=subject.arch.logit_softcap,
+    )
     stop = stop_ids(target_arch, tokenizer)
     found = []
     for prompt_set in sets:

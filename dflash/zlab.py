@@ -7,6 +7,7 @@ every key is written in each place where one of the readers looks, and `check_co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -151,9 +152,12 @@ def from_config(raw: dict[str, Any]) -> DrafterArch:
             raise ConfigError(f"config.json has no {key}: not a DFlash drafter")
         return found
 
+    _refuse_unknown(raw, value)
     rope = raw.get("rope_parameters") or {}
     layers, heads = raw["num_hidden_layers"], raw["num_attention_heads"]
     slides = raw.get("use_sliding_window", bool(raw.get("sliding_window")))
+    first = raw.get("max_window_layers", 28) if slides and raw.get("sliding_window") else layers
+    by_qwen3 = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
     eos = raw.get("eos_token_id")
     return DrafterArch(
         num_layers=layers,
@@ -166,7 +170,7 @@ def from_config(raw: dict[str, Any]) -> DrafterArch:
         rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
         max_position_embeddings=raw.get("max_position_embeddings", 32768),
         attention_bias=raw.get("attention_bias", False),
-        layer_types=tuple(raw.get("layer_types") or ["full_attention"] * layers),
+        layer_types=tuple(raw.get("layer_types") or by_qwen3),
         sliding_window=raw.get("sliding_window") if slides else None,
         is_causal=raw.get("is_causal", inner.get("causal")),
         block_size=value("block_size"),
@@ -179,6 +183,19 @@ def from_config(raw: dict[str, Any]) -> DrafterArch:
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=tuple([eos] if isinstance(eos, int) else eos or []),
     )
+
+
+def _refuse_unknown(raw: dict[str, Any], value: Callable[..., Any]) -> None:
+    """What the drafter here would compute differently, without a tensor that shows it."""
+    ropes = [raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}]
+    kinds = {str(rope.get("rope_type", rope.get("type", "default"))) for rope in ropes}
+    unknown = {
+        f"scaled rotary positions ({', '.join(sorted(kinds - {'default'}))})": kinds != {"default"},
+        f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
+        "output_multiplier": value("output_multiplier", 1.0) != 1.0,
+    }
+    if found := [name for name, there in unknown.items() if there]:
+        raise ConfigError(f"config.json: {' and '.join(found)}: not supported in a drafter")
 
 
 def tensor_table(arch: DrafterArch) -> dict[str, tuple[int, ...]]:

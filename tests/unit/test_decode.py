@@ -105,6 +105,18 @@ def test_every_accepted_length_keeps_caches_and_tokens_right(
     assert len(set(accepted(drafted))) > 2
 
 
+def test_a_layer_with_a_state_and_keys_is_rolled_back_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, prompt = load_tiny(tmp_path, "falcon_h1"), prompt_ids(1)
+    known = plain_greedy(target, prompt, 30, stop=NEVER).tokens
+    drafter = random_drafter(drafter_arch(target, block_size=6))
+    oracle(monkeypatch, known, len(prompt), wrong_share=0.3)
+    drafted = speculative_greedy(target, drafter, target.ends(), prompt, 30, stop=NEVER)
+    assert drafted.tokens == known
+    assert len(set(accepted(drafted))) > 2
+
+
 def test_a_perfect_drafter_is_accepted_whole(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from dflash import evaluate as V
 from dflash import measure as M
 from dflash.decode import Decoded, Round, Verdict
 from dflash.export import export
+from dflash.model import FrozenEnds
 from dflash.prepare import load_tokenizer
 from dflash.walk import text_states, walk, walk_chain
 
@@ -172,6 +173,25 @@ def test_an_exported_directory_is_evaluated_as_it_is_shipped(
     data = str(write_conversations(tmp_path / "x.jsonl", count=1))
     options = ["--target", target, "--data", data, "--max-new-tokens", "4"]
     assert V.main([str(tmp_path / "out"), *options]) == 0
+
+
+def test_a_drafter_scales_as_its_own_config_says(
+    run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(run.path, tmp_path / "out")
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert run.target.arch.embed_scale == 1 and run.target.arch.logit_softcap is None
+    raw["dflash_config"] |= {"input_embedding_scale": 3.0, "final_logit_softcapping": 20.0}
+    (tmp_path / "out" / "config.json").write_text(json.dumps(raw))
+    seen, decode_prompts = [], V.decode_prompts
+
+    def watch(target: Any, drafter: Any, ends: FrozenEnds, *rest: Any) -> Any:
+        seen.append((ends.embed_scale, ends.logit_softcap))
+        return decode_prompts(target, drafter, ends, *rest)
+
+    monkeypatch.setattr(V, "decode_prompts", watch)
+    assert V.main([str(tmp_path / "out"), "--max-new-tokens", "4", "--prompts", "1"]) == 0
+    assert seen == [(3.0, 20.0)]
 
 
 def test_mistakes_are_one_line(

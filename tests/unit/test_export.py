@@ -232,6 +232,31 @@ def test_published_configs_of_both_forms_are_read() -> None:
             zlab.from_config({k: v for k, v in OLDER.items() if k != key})
 
 
+@pytest.mark.parametrize("first", [0, 3, 5, 28])
+def test_missing_layer_types_are_derived_as_qwen3_config_derives_them(first: int) -> None:
+    from transformers import Qwen3Config
+
+    raw = OLDER | {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": first}
+    raw = {k: v for k, v in raw.items() if k != "layer_types"}
+    assert list(zlab.from_config(raw).layer_types) == Qwen3Config(**raw).layer_types
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "llama3", "factor": 8.0}}, "llama3"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"hidden_act": "swigluoai"}, "hidden_act 'swigluoai'"),
+        ({"output_multiplier": 0.5}, "output_multiplier"),
+    ],
+)
+def test_what_this_drafter_would_compute_otherwise_is_refused(
+    changes: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{what}.*not supported in a drafter"):
+        zlab.from_config(OLDER | changes)
+
+
 def test_a_window_that_is_switched_off_is_no_window() -> None:
     raw = OLDER | {"sliding_window": 4096, "use_sliding_window": False}
     assert zlab.from_config(raw).sliding_window is None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash.anchors import Anchors
-from dflash.arch import DrafterArch
+from dflash.arch import DrafterArch, TargetArch
 from dflash.mask import decode_masks, dense_masks
 from dflash.model import DFlashDrafter, FrozenEnds, layer_kinds, rope_tables
 
@@ -253,6 +253,19 @@ def test_initial_weights() -> None:
     other.init_weights(seed=4)
     assert torch.equal(again.fc.weight, drafter.fc.weight)
     assert not torch.equal(other.fc.weight, drafter.fc.weight)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Gemma3Text", "Gemma4Text", "Qwen3_5Text"])
+def test_zero_centred_families_are_those_whose_fresh_norm_is_zero(family: str) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 8}
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    with torch.device("meta"):
+        backbone = transformers.AutoModel.from_config(config)
+    norm = type(backbone.norm)(8)
+    arch = TargetArch.from_config(config.to_dict(), config.to_dict())
+    assert arch.zero_centred_norm == (not norm.weight.any())
 
 
 def test_final_norm_starts_from_the_targets_multiplier() -> None:

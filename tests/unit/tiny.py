@@ -43,6 +43,16 @@ def tiny_config(family: str) -> Any:
             final_logit_softcapping=3.0,
             initializer_range=0.3,
         )
+    if family == "falcon_h1":  # a recurrent state and keys in the same layer
+        return transformers.FalconH1Config(
+            **sizes,
+            mamba_d_ssm=32,
+            mamba_n_heads=4,
+            mamba_d_head=8,
+            mamba_n_groups=1,
+            mamba_d_state=8,
+            mamba_chunk_size=16,
+        )
     assert family == "qwen3_5"
     return transformers.Qwen3_5TextConfig(
         **sizes,
