@@ -155,7 +155,7 @@ def from_config(raw: dict[str, Any]) -> DrafterArch:
     _refuse_unknown(raw, value)
     rope = raw.get("rope_parameters") or {}
     layers, heads = raw["num_hidden_layers"], raw["num_attention_heads"]
-    slides = raw.get("use_sliding_window", bool(raw.get("sliding_window")))
+    slides = raw.get("use_sliding_window", False)  # Qwen3Config's default, for every reader
     first = raw.get("max_window_layers", 28) if slides and raw.get("sliding_window") else layers
     by_qwen3 = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
     eos = raw.get("eos_token_id")

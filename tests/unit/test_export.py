@@ -260,6 +260,8 @@ def test_what_this_drafter_would_compute_otherwise_is_refused(
 def test_a_window_that_is_switched_off_is_no_window() -> None:
     raw = OLDER | {"sliding_window": 4096, "use_sliding_window": False}
     assert zlab.from_config(raw).sliding_window is None
+    del raw["use_sliding_window"]  # off is what Qwen3Config makes of that
+    assert zlab.from_config(raw).sliding_window is None
 
 
 # --- the directory --------------------------------------------------------------------------------
