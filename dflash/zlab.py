@@ -189,7 +189,9 @@ def _refuse_unknown(raw: dict[str, Any], value: Callable[..., Any]) -> None:
     """What the drafter here would compute differently, without a tensor that shows it."""
     ropes = [raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}]
     kinds = {str(rope.get("rope_type", rope.get("type", "default"))) for rope in ropes}
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
     unknown = {
+        "a sliding_window shorter than the block": bool(window) and window < value("block_size"),
         f"scaled rotary positions ({', '.join(sorted(kinds - {'default'}))})": kinds != {"default"},
         f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
         "output_multiplier": value("output_multiplier", 1.0) != 1.0,

@@ -248,6 +248,7 @@ def test_missing_layer_types_are_derived_as_qwen3_config_derives_them(first: int
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
         ({"hidden_act": "swigluoai"}, "hidden_act 'swigluoai'"),
         ({"output_multiplier": 0.5}, "output_multiplier"),
+        ({"use_sliding_window": True, "sliding_window": 3}, "shorter than the block"),
     ],
 )
 def test_what_this_drafter_would_compute_otherwise_is_refused(
