@@ -50,7 +50,7 @@ def child_named(launcher: int, program: str) -> int:
     raise AssertionError(f"no {program} under {launcher}")
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -95,7 +95,7 @@ def test_kill_9_of_any_process_resumes_with_the_same_bits(
     started = children(process.pid)
     pid = process.pid if victim == "launch.py" else child_named(process.pid, victim)
     os.kill(pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     wait_for(lambda: not any(Path(f"/proc/{child}").exists() for child in started), 10)
     if victim == "launch.py":
         assert process.returncode == -signal.SIGKILL
@@ -116,7 +116,7 @@ def test_sigterm_saves_and_the_same_command_resumes(
     process = start(home, "run", config)
     wait_for(lambda: steps_logged(home, "stopped") >= 3)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 143, output
     assert nothing_left(config)
     checkpoints = sorted((home / "runs/stopped/checkpoints").iterdir())
@@ -131,7 +131,7 @@ def test_a_trainer_that_loses_its_ring_keeps_what_it_has_trained(home: Path) -> 
     process = start(home, "run", config)
     wait_for(lambda: steps_logged(home, "robbed") >= 3)
     launch(home, "ring", "destroy", "--force", ring_path(config))
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 1 and "nothing is saved" not in output, output
     kept = max((home / "runs/robbed/checkpoints").glob("step_*"))
     assert [step for step, *_ in losses(home, "robbed")] == list(range(1, int(kept.name[5:]) + 1))
@@ -161,7 +161,7 @@ def test_status_names_the_waiting_side_while_the_trainer_is_stopped(home: Path) 
         assert "waits for the trainer" in text.stdout, text.stdout + text.stderr
     finally:
         os.kill(trainer, signal.SIGCONT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
 
 
