@@ -34,10 +34,9 @@ from .export import build_drafter
 from .measure import PromptResult, choose_prompts, decode_prompts, summarise
 from .prepare import load_tokenizer, stop_ids
 from .report import print_header, print_prompt, print_summary
+from .step import DTYPES
 from .subject import PromptSet, Subject, load_prompts, open_subject
 from .target import Target, load_ends, resolve_target
-
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -120,10 +119,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         directory,
         target_arch,
         subject.arch.taps,
-        dtype=TORCH_DTYPES[str(settings["dtype"])],
+        dtype=DTYPES[str(settings["dtype"])],
         device=str(settings["device"]),
     )
-    dtype = TORCH_DTYPES[str(settings["drafter_dtype"])]
+    dtype = DTYPES[str(settings["drafter_dtype"])]
     drafter = build_drafter(subject.arch, subject.weights, dtype, target.device)
     ends = dataclasses.replace(
         load_ends(directory, target_arch, dtype, target.device),

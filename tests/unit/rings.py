@@ -27,6 +27,7 @@ from shm_ring import (
     snapshot,
 )
 from shm_ring import layout as at
+from shm_ring.remove import owner_lock
 from shm_ring.segment import map_file
 from shm_ring.state import EMPTY, NOBODY, View, pack_word
 
@@ -282,6 +283,25 @@ ROLES = {
         start_over,
     )
 }
+
+
+def beside(path: Path) -> list[str]:
+    """Everything that bears the ring's name."""
+    return sorted(p.name for p in path.parent.glob(f"{path.name}*"))
+
+
+def disown(path: Path) -> None:
+    """As if the process that created the ring had died."""
+    owner_lock(path).close()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    process.stdout.close()
+
 
 if __name__ == "__main__":
     ROLES[sys.argv[1]](*sys.argv[2:])

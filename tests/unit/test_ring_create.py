@@ -5,13 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import posix_ipc
 import pytest
-from rings import fill, hear, new_path, new_ring, spawn
+from rings import beside, disown, end, fill, hear, new_path, new_ring, spawn
 
 from shm_ring import (
     RingBusy,
@@ -25,7 +24,6 @@ from shm_ring import (
     snapshot,
     sweep,
 )
-from shm_ring.remove import owner_lock
 from shm_ring.waiting import semaphore_name
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a tmpfs, which needs root")
@@ -39,24 +37,6 @@ def path() -> Iterator[Path]:
     if path.is_dir() and any(path.iterdir()):
         destroy(path, force=True)
     assert beside(path) == []
-
-
-def beside(path: Path) -> list[str]:
-    """Everything that bears the ring's name."""
-    return sorted(p.name for p in path.parent.glob(f"{path.name}*"))
-
-
-def disown(path: Path) -> None:
-    """As if the process that created the ring had died."""
-    owner_lock(path).close()
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait()
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.close()
-    process.stdout.close()
 
 
 # ---------------------------------------------------------------- who gets the path

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rings import FIELDS, hear, new_path, new_ring, spawn
+from rings import FIELDS, beside, disown, end, hear, new_path, new_ring, spawn
 
 from shm_ring import (
     LayoutMismatch,
@@ -28,7 +28,6 @@ from shm_ring import (
     sweep,
 )
 from shm_ring import layout as at
-from shm_ring.remove import owner_lock
 from shm_ring.segment import map_file
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a tmpfs, which needs root")
@@ -42,24 +41,6 @@ def path() -> Iterator[Path]:
     if path.is_dir() and any(path.iterdir()):
         destroy(path, force=True)
     assert beside(path) == []
-
-
-def beside(path: Path) -> list[str]:
-    """Everything that bears the ring's name."""
-    return sorted(p.name for p in path.parent.glob(f"{path.name}*"))
-
-
-def disown(path: Path) -> None:
-    """As if the process that created the ring had died."""
-    owner_lock(path).close()
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait()
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.close()
-    process.stdout.close()
 
 
 # ---------------------------------------------------------------- room
