@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import argparse
 import logging
+import time
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from dflash.arch import DrafterArch, TargetArch
-from dflash.config import load_config
+from dflash.config import Config, load_config
 from dflash.data import Dataset
 from dflash.heldout import heldout_file, leave_texts
+from dflash.outbox import Leaving, Outbox
 from dflash.plan import Plan
 from dflash.prepare import Prepared
 from dflash.slot import slot_views, write_documents
@@ -26,7 +30,9 @@ from dflash.step import DTYPES
 from dflash.target import CaptureError, Target
 from launcher import child
 from launcher.slot import slot_fields
-from shm_ring import RingWriter
+from shm_ring import RingWriter, Stopped, WriteLease
+from shm_ring.pin import pin
+from shm_ring.sums import prefix_sum
 
 log = logging.getLogger("target")
 
@@ -61,23 +67,140 @@ def run(run_dir: Path, rank: int) -> None:
         texts = heldout_file(config, prepared, arch)
         log.info("%s", leave_texts(texts, target, config, dataset, child.check_stop))
 
-    fields = slot_fields(config, arch)
-    ring = RingWriter(config.ring.path, f"target_{rank}", fields=fields, verify=config.ring.verify)
+    ring = RingWriter(
+        config.ring.path,
+        f"target_{rank}",
+        fields=slot_fields(config, arch),
+        verify=config.ring.verify,
+    )
+    filler = (StagedFiller if target.device.type == "cuda" else PageFiller)(
+        ring, target, config, arch
+    )
     child.ready(f"{config.target.dtype} on {config.target.device}, capture self-test passed")
-    while (lease := ring.claim(stop=child.stop_requested)) is not None:
-        names = plan.slot(lease.seq)
-        documents = [dataset.document(int(name)) for name in names]
-        slot = slot_views(lease.buffer, config, arch)
-        total_tok = write_documents(slot, documents)
-        target.capture([ids for ids, _ in documents], slot.all_TF, slot.vlh_TH, beat=ring.beat)
-        states = (slot.all_TF,) if slot.vlh_TH is None else (slot.all_TF, slot.vlh_TH)
-        if all(bool(state[:total_tok].isfinite().all()) for state in states):
-            ring.publish(lease, total_tok=total_tok)
-        else:
-            log.error("slot %d: states are not finite, documents %s", lease.seq, names.tolist())
-            ring.abort(lease)
+    try:
+        while (lease := filler.claim()) is not None:
+            names = plan.slot(lease.seq).tolist()
+            filler.fill(lease, names, [dataset.document(name) for name in names])
+    finally:
+        filler.finish()
     ring.leave()
     log.info("the run is over; waited %.1f s for free slots", ring.waited_s)
+
+
+Documents = list[tuple[np.ndarray, np.ndarray]]
+"""(token ids, loss mask) of each."""
+
+
+class PageFiller:
+    """On a CPU: the forward writes into the ring's own pages."""
+
+    def __init__(self, ring: RingWriter, target: Target, config: Config, arch: DrafterArch) -> None:
+        self.ring, self.target, self.config, self.arch = ring, target, config, arch
+
+    def claim(self) -> WriteLease | None:
+        """The next slot to fill; None when the run is over. Blocks; raises Stopped."""
+        return self.ring.claim(stop=child.stop_requested)
+
+    def fill(self, lease: WriteLease, names: list[int], documents: Documents) -> None:
+        slot = slot_views(lease.buffer, self.config, self.arch)
+        total_tok = write_documents(slot, documents)
+        ids = [ids for ids, _ in documents]
+        self.target.capture(ids, slot.all_TF, slot.vlh_TH, beat=self.ring.beat)
+        states = (slot.all_TF,) if slot.vlh_TH is None else (slot.all_TF, slot.vlh_TH)
+        finite = all(bool(state[:total_tok].isfinite().all()) for state in states)
+        publish(self.ring, lease, names, total_tok, finite=finite)
+
+    def finish(self) -> None:
+        """Before the process may end."""
+
+
+class Underway(NamedTuple):
+    """A slot whose copy has been queued."""
+
+    lease: WriteLease
+    names: list[int]
+    total_tok: int
+    host_sums: list[int]
+    copy: Leaving
+
+
+class StagedFiller:
+    """On a GPU: the host queues the forward of a slot while the one before it is computed and
+    copied to its page-locked pages, and waits only for a free slot and for a finished copy."""
+
+    def __init__(self, ring: RingWriter, target: Target, config: Config, arch: DrafterArch) -> None:
+        self.ring, self.target, self.config, self.arch = ring, target, config, arch
+        log.info("%s", pin(ring))
+        self.outbox: Outbox | None = None
+        self.leaving: Underway | None = None
+
+    def claim(self) -> WriteLease | None:
+        """As PageFiller's. A slot that arrives meanwhile is published."""
+        while True:
+            try:
+                return self.ring.claim(stop=lambda: child.stop_requested() or self._arrived())
+            except Stopped:
+                if child.stop_requested():
+                    raise
+                self._publish()
+
+    def fill(self, lease: WriteLease, names: list[int], documents: Documents) -> None:
+        slot = slot_views(lease.buffer, self.config, self.arch)
+        total_tok = write_documents(slot, documents)
+        sums = self._host_sums(lease, total_tok)
+        self.outbox = self.outbox or Outbox(slot, self.target.device)
+        ids = [ids for ids, _ in documents]
+        self.target.capture(ids, *self.outbox.states(), beat=self._beat)
+        self._publish()
+        copy = self.outbox.send(slot, total_tok)
+        self.leaving = Underway(lease, names, total_tok, sums, copy)
+
+    def finish(self) -> None:
+        """Before the process may end: no copy is under way."""
+        self._publish()
+
+    def _beat(self) -> None:
+        self.ring.beat()
+        if self._arrived():
+            self._publish()
+
+    def _arrived(self) -> bool:
+        return self.leaving is not None and self.leaving.copy.arrived()
+
+    def _publish(self) -> None:
+        """The slot that is leaving, if any: waits until it has arrived."""
+        if self.leaving is None:
+            return
+        (lease, names, total_tok, host_sums, copy), self.leaving = self.leaving, None
+        while not copy.arrived():
+            self.ring.beat()
+            time.sleep(0.001)
+        sums = [*copy.sums, *host_sums] if self.config.ring.verify else None
+        publish(self.ring, lease, names, total_tok, finite=copy.finite, sums=sums)
+
+    def _host_sums(self, lease: WriteLease, total_tok: int) -> list[int]:
+        """Of what the host wrote: the fields after the states, in the ring's order."""
+        return [
+            prefix_sum(lease.buffer(field.name), field.valid_bytes(total_tok))
+            for field in self.ring.fields
+            if field.name not in ("all", "vlh")
+        ]
+
+
+def publish(
+    ring: RingWriter,
+    lease: WriteLease,
+    names: list[int],
+    total_tok: int,
+    *,
+    finite: bool,
+    sums: list[int] | None = None,
+) -> None:
+    if finite:
+        ring.publish(lease, total_tok=total_tok, sums=sums)
+    else:
+        log.error("slot %d: states are not finite, documents %s", lease.seq, names)
+        ring.abort(lease)
 
 
 def main() -> None:

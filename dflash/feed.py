@@ -46,7 +46,7 @@ class Feed:
         self._stream.wait_event(self._loaded)
         with torch.cuda.stream(self._stream):
             _copy_prefix(self._staging, slot, total_tok)
-            sums = [_sum(part) for part in _prefixes(self._staging, total_tok)]
+            sums = [byte_sum(part) for part in _prefixes(self._staging, total_tok)]
             self._sums[: len(sums)].copy_(torch.stack(sums), non_blocking=True)
             self._arrived.record()
 
@@ -87,7 +87,7 @@ def _copy_prefix(to: Batch, source: Batch, total_tok: int) -> None:
         there.copy_(here, non_blocking=True)
 
 
-def _sum(x: Tensor) -> Tensor:
+def byte_sum(x: Tensor) -> Tensor:
     """0-d int64, wrapping: x's bytes as int64, the last ones zero-extended."""
     bytes_ = x.reshape(-1).view(torch.uint8)
     whole = bytes_.numel() // 8 * 8

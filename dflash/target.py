@@ -7,13 +7,16 @@
 `capture` writes the output of every tapped decoder layer of every document to its packed rows, in
 place. Documents never see each other: they run as right-padded, length-sorted micro-batches
 [b, L], causally, with neither attention mask nor cache. A padded tail can't reach back, so this is
-exact for dense and for recurrent (hybrid) targets. Decoding with a cache is decode.py's work.
+exact for dense and for recurrent (hybrid) targets. On a GPU the layers of known families are
+fast_layers.py's; the stock ones, watched by hooks, are the reference, and run everywhere else.
+Decoding with a cache is decode.py's work.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +28,13 @@ from torch import nn
 
 from .arch import TargetArch
 from .config import ConfigError
+from .fast_layers import FastLayers, has_fla
 from .model import FrozenEnds
 from .target_files import load_ends, resolve_target
 
 __all__ = ["CaptureError", "MicroBatch", "Target", "load_ends", "micro_batches", "resolve_target"]
+
+log = logging.getLogger("target")
 
 CALL_TOKENS = 64
 """What one forward call costs beside its tokens, in tokens: weighs padding against more calls."""
@@ -117,6 +123,21 @@ class Target:
             )
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
+        self.fast = FastLayers.of(self.backbone, arch) if self.device.type == "cuda" else None
+        if self.device.type == "cuda":
+            self._say_what_is_slow()
+
+    def _say_what_is_slow(self) -> None:
+        if self.fast is None:
+            name = type(self.layers[0]).__name__
+            log.warning(
+                "no fast layers for %s: transformers' own run, about 1.3 times slower", name
+            )
+        elif self.fast.hybrid and not has_fla():
+            log.warning(
+                "flash-linear-attention is not installed: the recurrent layers run in plain torch, "
+                "many times slower: pip install 'dflash-ring[gpu]'"
+            )
 
     @classmethod
     def load(
@@ -134,18 +155,26 @@ class Target:
         Raises ConfigError: not a causal LM that transformers knows, or taps outside it.
         """
         from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
+        from transformers.utils.logging import disable_progress_bar
 
-        logging.disable_progress_bar()  # a worker's stderr is a log file
+        disable_progress_bar()  # a worker's stderr is a log file
+        device = torch.device(device)
+        # To a GPU shard by shard, past the host's memory; that needs `accelerate`.
+        place = None if device.type == "cpu" else {"": device}
         try:
             # dtype here, not .to(dtype): that would also round the rotary frequencies.
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map=None)
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map=place)
+        except ImportError as error:
+            raise ConfigError(
+                f"target.model: loading onto a GPU needs a package: "
+                f"{' '.join(str(error).split())[:200]}: pip install 'dflash-ring[gpu]'"
+            ) from None
         except (ValueError, KeyError, OSError) as error:
             reason = " ".join(str(error).split())[:300]
             raise ConfigError(
                 f"target.model: {directory}: not loadable as a causal LM: {reason}"
             ) from None
-        model = model.to(device).eval().requires_grad_(False)
+        model = model.eval().requires_grad_(False)
         return cls(model, arch, taps, Path(directory), micro_batch_tokens)
 
     def ends(self) -> FrozenEnds:
@@ -178,7 +207,10 @@ class Target:
             for row, document in enumerate(batch.documents):
                 ids_BL[row, : lengths[document]] = torch.as_tensor(documents[document])
             spans = [(starts[document], lengths[document]) for document in batch.documents]
-            self._forward(ids_BL.to(self.device), spans, all_TF, vlh_TH)
+            if self.device.type == "cuda":
+                ids_BL = ids_BL.pin_memory().to(self.device, non_blocking=True)
+            run = self._forward if self.fast is None else self._fast_forward
+            run(ids_BL, spans, all_TF, vlh_TH)
 
     def _forward(
         self,
@@ -188,15 +220,10 @@ class Target:
         vlh_TH: torch.Tensor | None,
     ) -> None:
         """One micro-batch. `spans`: (first packed row, length) of each of its rows."""
-        hidden = self.arch.hidden_size
-
-        def scatter(state_BLH: torch.Tensor, out_TH: torch.Tensor) -> None:
-            for row, (start, length) in enumerate(spans):
-                out_TH[start : start + length].copy_(state_BLH[row, :length], non_blocking=True)
 
         def hook(index: int) -> Callable[..., None]:
             def write(module: nn.Module, args: Any, output: Any) -> None:
-                scatter(layer_output(output), all_TF[:, index * hidden : (index + 1) * hidden])
+                scatter(layer_output(output), spans, self._tap(all_TF, index))
                 if vlh_TH is None and index == len(self.taps) - 1:
                     raise _LastTapReached
 
@@ -214,7 +241,28 @@ class Target:
             for handle in handles:
                 handle.remove()
         assert vlh_TH is not None
-        scatter(output.last_hidden_state, vlh_TH)
+        scatter(output.last_hidden_state, spans, vlh_TH)
+
+    def _fast_forward(
+        self,
+        ids_BL: torch.Tensor,
+        spans: Sequence[tuple[int, int]],
+        all_TF: torch.Tensor,
+        vlh_TH: torch.Tensor | None,
+    ) -> None:
+        """The same by fast_layers.py."""
+        assert self.fast is not None
+        for layer, state_BLH in self.fast(ids_BL):
+            if layer in self.taps:
+                scatter(state_BLH, spans, self._tap(all_TF, self.taps.index(layer)))
+            if vlh_TH is None and layer == self.taps[-1]:
+                return
+        assert vlh_TH is not None
+        scatter(self.fast.final_norm(state_BLH), spans, vlh_TH)
+
+    def _tap(self, all_TF: torch.Tensor, index: int) -> torch.Tensor:
+        hidden = self.arch.hidden_size
+        return all_TF[:, index * hidden : (index + 1) * hidden]
 
     def self_test(self, documents: Sequence[np.ndarray] | None = None) -> None:
         """Prove on two short documents that `capture` gives the model's own states.
@@ -224,6 +272,14 @@ class Target:
         from .self_test import self_test
 
         self_test(self, documents)
+
+
+def scatter(
+    state_BLH: torch.Tensor, spans: Sequence[tuple[int, int]], out_TH: torch.Tensor
+) -> None:
+    """Rows of a micro-batch to their packed places, without the padding."""
+    for row, (start, length) in enumerate(spans):
+        out_TH[start : start + length].copy_(state_BLH[row, :length], non_blocking=True)
 
 
 def layer_output(output: Any) -> torch.Tensor:

@@ -1,0 +1,274 @@
+"""The target's decoder layers for a GPU: the stock layers' arithmetic in fewer passes over memory.
+
+    layers = FastLayers.of(backbone, arch)            # None: not a family known here
+    for index, state_BLH in layers(ids_BL): ...       # the residual stream after each layer
+
+Matmuls are the library's; a projection back into the residual stream adds to it in place. What lies
+between them (norms, gates, rotary positions, the short convolution) is written as plain functions,
+compiled on a GPU and run as they are on a CPU, where tests compare every layer with the stock one.
+The recurrence of Gated DeltaNet layers is flash-linear-attention's kernel; without that package it
+is transformers' own, many times slower. The state that is yielded is overwritten by the next layer.
+
+No cache, no mask: whole documents from position 0 in right-padded rows, as Target.capture runs
+them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .arch import TargetArch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FAMILIES = (
+    "LlamaDecoderLayer",
+    "Qwen2DecoderLayer",
+    "Qwen3DecoderLayer",
+    "Qwen3MoeDecoderLayer",
+    "Qwen3_5DecoderLayer",
+    "Qwen3_5MoeDecoderLayer",
+)
+"""norm, mixer, add, norm, MLP, add. Others (Gemma's four norms, Falcon's two mixers) run as they
+are."""
+KINDS = ("full_attention", "linear_attention")
+L2_EPS = 1e-6
+
+
+class FastLayers:
+    def __init__(self, backbone: Any, arch: TargetArch) -> None:
+        self.backbone, self.layers = backbone, list(backbone.layers)
+        self.offset = 1.0 if arch.zero_centred_norm else 0.0
+        self.compiled = backbone.embed_tokens.weight.is_cuda
+        self._gates = {
+            layer: torch.cat((mixer.in_proj_a.weight, mixer.in_proj_b.weight))
+            for layer in self.layers
+            if (mixer := getattr(layer, "linear_attn", None)) is not None
+        }
+        self.recurrence = fla_rule if self.compiled and has_fla() else torch_rule
+
+    @classmethod
+    def of(cls, backbone: Any, arch: TargetArch) -> FastLayers | None:
+        layer = next(iter(getattr(backbone, "layers", [])), None)
+        kinds = set(getattr(backbone.config, "layer_types", None) or KINDS)
+        known = type(layer).__name__ in FAMILIES and kinds <= set(KINDS)
+        return cls(backbone, arch) if known else None
+
+    @property
+    def hybrid(self) -> bool:
+        return bool(self._gates)
+
+    def __call__(self, ids_BL: Tensor) -> Iterator[tuple[int, Tensor]]:
+        state_BLH = self.backbone.embed_tokens(ids_BL)
+        place = torch.arange(ids_BL.shape[1], device=ids_BL.device)[None]
+        cos_1LR, sin_1LR = self.backbone.rotary_emb(state_BLH, place)
+        rope = cos_1LR[0, :, None], sin_1LR[0, :, None]
+        for index, layer in enumerate(self.layers):
+            self._layer(layer, state_BLH, rope)
+            yield index, state_BLH
+
+    def final_norm(self, state_BLH: Tensor) -> Tensor:
+        return self._norm(self.backbone.norm, state_BLH)
+
+    def _layer(self, layer: Any, state_BLH: Tensor, rope: tuple[Tensor, Tensor]) -> None:
+        """One layer, onto the state in place."""
+        x_BLH = self._norm(layer.input_layernorm, state_BLH)
+        if layer in self._gates:
+            mixed, out = self._delta_net(layer, x_BLH), layer.linear_attn.out_proj
+        else:
+            mixed, out = self._attention(layer.self_attn, x_BLH, rope), layer.self_attn.o_proj
+        add_projected(state_BLH, mixed, out)
+        x_BLH, mlp = self._norm(layer.post_attention_layernorm, state_BLH), layer.mlp
+        if hasattr(mlp, "down_proj") and hasattr(mlp, "gate_proj"):
+            inner = self._fused(silu_times)(mlp.gate_proj(x_BLH), mlp.up_proj(x_BLH))
+            add_projected(state_BLH, inner, mlp.down_proj)
+        else:  # a mixture of experts
+            found = mlp(x_BLH)
+            state_BLH.add_(found[0] if isinstance(found, tuple) else found)
+
+    def _norm(self, norm: Any, x: Tensor) -> Tensor:
+        return self._fused(rms_norm)(x, norm.weight, epsilon(norm), self.offset)
+
+    def _attention(self, mixer: Any, x_BLH: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        size, heads = mixer.head_dim, mixer.o_proj.in_features // mixer.head_dim
+        q_BLNE = mixer.q_proj(x_BLH).unflatten(-1, (heads, -1))
+        k_BLGE = mixer.k_proj(x_BLH).unflatten(-1, (-1, size))
+        v_BLGE = mixer.v_proj(x_BLH).unflatten(-1, (-1, size))
+        q_BLNE, *gate = q_BLNE.split(size, dim=-1)  # a gated family projects [query, gate] a head
+        q_BLNE, k_BLGE = (
+            self._normed_and_rotated(getattr(mixer, name, None), heads_BLNE, rope)
+            for name, heads_BLNE in (("q_norm", q_BLNE), ("k_norm", k_BLGE))
+        )
+        out_BLNE = F.scaled_dot_product_attention(
+            q_BLNE.transpose(1, 2),
+            k_BLGE.transpose(1, 2),
+            v_BLGE.transpose(1, 2),
+            is_causal=True,
+            scale=mixer.scaling,
+            enable_gqa=True,
+        ).transpose(1, 2)
+        return (self._fused(gated)(out_BLNE, gate[0]) if gate else out_BLNE).flatten(-2)
+
+    def _normed_and_rotated(self, norm: Any, x_BLNE: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        if norm is None:
+            return self._fused(rotate)(x_BLNE, *rope)
+        return self._fused(norm_rotate)(x_BLNE, norm.weight, epsilon(norm), self.offset, *rope)
+
+    def _delta_net(self, layer: Any, x_BLH: Tensor) -> Tensor:
+        mixer = layer.linear_attn
+        z_BLVE = mixer.in_proj_z(x_BLH).unflatten(-1, (-1, mixer.head_v_dim))
+        a_BLV, b_BLV = F.linear(x_BLH, self._gates[layer]).chunk(2, dim=-1)
+        q_BLKE, k_BLKE, v_BLVE = self._fused(convolved_heads)(
+            mixer.in_proj_qkv(x_BLH),
+            mixer.conv1d.weight[:, 0],
+            mixer.key_dim,
+            mixer.head_k_dim,
+            mixer.head_v_dim,
+        )
+        out_BLVE = self.recurrence(mixer, q_BLKE, k_BLKE, v_BLVE, a_BLV, b_BLV)
+        normed = self._fused(gated_norm)
+        return normed(out_BLVE, z_BLVE, mixer.norm.weight, epsilon(mixer.norm)).flatten(-2)
+
+    def _fused(self, function: Callable[P, R]) -> Callable[P, R]:
+        return compiled(function) if self.compiled else function
+
+
+@functools.cache
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Compiled for any number of rows [B, L]: a slot's micro-batches have a score of shapes."""
+    inner = torch.compile(function, fullgraph=True)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for x in args:
+            if isinstance(x, Tensor) and x.ndim >= 3:
+                for dim in range(2):
+                    torch._dynamo.maybe_mark_dynamic(x, dim)
+        return inner(*args, **kwargs)
+
+    return call
+
+
+def epsilon(norm: Any) -> float:
+    return float(getattr(norm, "variance_epsilon", None) or norm.eps)
+
+
+def add_projected(state_BLH: Tensor, x_BLF: Tensor, projection: nn.Linear) -> None:
+    """state += projection(x), inside the matmul: rounded once."""
+    flat = state_BLH.flatten(0, 1)
+    flat.addmm_(x_BLF.flatten(0, 1), projection.weight.T)
+    if projection.bias is not None:
+        flat.add_(projection.bias)
+
+
+# --- between the matmuls: float32 inside, the input's dtype outside ---------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """offset 1 where the family stores weight - 1."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * (weight.float() + offset)).to(x.dtype)
+
+
+def silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    return (F.silu(gate.float()) * up.float()).to(up.dtype)
+
+
+def gated(x: Tensor, gate: Tensor) -> Tensor:
+    return (x.float() * torch.sigmoid(gate.float())).to(x.dtype)
+
+
+def rotate(x_BLNE: Tensor, cos_L1R: Tensor, sin_L1R: Tensor) -> Tensor:
+    """Halves (a, b) -> (a cos - b sin, b cos + a sin) of the first R numbers of a head."""
+    turned, still = x_BLNE[..., : cos_L1R.shape[-1]].float(), x_BLNE[..., cos_L1R.shape[-1] :]
+    a, b = turned.chunk(2, dim=-1)
+    turned = turned * cos_L1R.float() + torch.cat((-b, a), dim=-1) * sin_L1R.float()
+    return torch.cat((turned.to(x_BLNE.dtype), still), dim=-1)
+
+
+def norm_rotate(
+    x_BLNE: Tensor, weight_E: Tensor, eps: float, offset: float, cos_L1R: Tensor, sin_L1R: Tensor
+) -> Tensor:
+    return rotate(rms_norm(x_BLNE, weight_E, eps, offset), cos_L1R, sin_L1R)
+
+
+def gated_norm(x_BLVE: Tensor, z_BLVE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    wide = x_BLVE.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight_E.float()
+    return (wide * F.silu(z_BLVE.float())).to(x_BLVE.dtype)
+
+
+def convolved_heads(
+    x_BLC: Tensor, weight_CW: Tensor, key_dim: int, key_size: int, value_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Causal convolution over the last W tokens, SiLU, and the split into heads: query and key of
+    length one, value as it is."""
+    width, length = weight_CW.shape[1], x_BLC.shape[1]
+    padded = F.pad(x_BLC, (0, 0, width - 1, 0))
+    parts = []
+    for start, stop in ((0, key_dim), (key_dim, 2 * key_dim), (2 * key_dim, x_BLC.shape[2])):
+        summed = torch.zeros((), device=x_BLC.device)
+        for tap in range(width):
+            shifted = padded[:, tap : tap + length, start:stop].float()
+            summed = summed + shifted * weight_CW[start:stop, tap].float()
+        parts.append(F.silu(summed))
+    q_BLKE, k_BLKE = (unit_length(part.unflatten(-1, (-1, key_size))) for part in parts[:2])
+    v_BLVE = parts[2].unflatten(-1, (-1, value_size))
+    dtype = x_BLC.dtype
+    return q_BLKE.to(dtype), k_BLKE.to(dtype), v_BLVE.to(dtype)
+
+
+def unit_length(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+# --- the recurrence of Gated DeltaNet -------------------------------------------------------------
+
+
+def has_fla() -> bool:
+    return importlib.util.find_spec("fla") is not None
+
+
+def fla_rule(mixer: Any, q: Tensor, k: Tensor, v: Tensor, a_BLV: Tensor, b_BLV: Tensor) -> Tensor:
+    """Gate, beta and grouped value heads inside the kernel."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    out_BLVE, _ = chunk_gated_delta_rule(
+        q,
+        k,
+        v,
+        g=a_BLV,
+        beta=b_BLV,
+        A_log=mixer.A_log,
+        dt_bias=mixer.dt_bias,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+    )
+    return out_BLVE
+
+
+def torch_rule(mixer: Any, q: Tensor, k: Tensor, v: Tensor, a_BLV: Tensor, b_BLV: Tensor) -> Tensor:
+    """transformers' own: the reference of the other."""
+    rule = sys.modules[type(mixer).__module__].torch_chunk_gated_delta_rule
+    group = v.shape[2] // k.shape[2]
+    out_BLVE, _ = rule(
+        q.repeat_interleave(group, dim=2),
+        k.repeat_interleave(group, dim=2),
+        v,
+        g=-mixer.A_log.float().exp() * F.softplus(a_BLV.float() + mixer.dt_bias),
+        beta=b_BLV.sigmoid(),
+        initial_state=None,
+        output_final_state=False,
+        use_qk_l2norm_in_kernel=False,
+    )
+    return out_BLVE

@@ -1,0 +1,136 @@
+"""fast_layers.py against transformers' own layers: every layer, every family that it knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from tiny import HIDDEN, LAYERS, VOCAB, load_tiny, tiny_config
+
+from dflash import fast_layers as fast
+from dflash.arch import TargetArch
+from dflash.target import Target
+
+KNOWN = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe")
+
+
+def known_config(family: str) -> Any:
+    if family in ("llama", "qwen3", "qwen3_5"):
+        return tiny_config(family)
+    sizes = tiny_config("qwen3_5" if family == "qwen3_5_moe" else "qwen3").to_dict()
+    sizes.pop("model_type")
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 16,
+    }
+    kinds = {
+        "qwen2": transformers.Qwen2Config,
+        "qwen3_moe": transformers.Qwen3MoeConfig,
+        "qwen3_5_moe": transformers.Qwen3_5MoeTextConfig,
+    }
+    return kinds[family](**sizes | (experts if family.endswith("moe") else {}))
+
+
+@pytest.fixture(params=KNOWN)
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Target:
+    """With norms that are not all one, biases that are not zero, and logits with opinions."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(known_config(request.param))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.rand_like(parameter) * 0.5)
+            elif parameter.ndim == 2:
+                parameter.mul_(5)
+    model.save_pretrained(tmp_path)
+    arch = TargetArch.read(tmp_path)
+    return Target.load(tmp_path, arch, (0, 2, LAYERS - 1), dtype=torch.float32)
+
+
+def test_every_layer_is_the_stock_one_s(target: Target) -> None:
+    layers = fast.FastLayers.of(target.backbone, target.arch)
+    assert layers is not None
+    ids_BL = torch.randint(3, VOCAB, (2, 37))
+    stock: list[torch.Tensor] = []
+    for layer in target.layers:
+        layer.register_forward_hook(
+            lambda m, a, out: stock.append(out[0] if isinstance(out, tuple) else out)
+        )
+    with torch.inference_mode():
+        last = target.backbone(input_ids=ids_BL, use_cache=False).last_hidden_state
+        for index, state_BLH in layers(ids_BL):
+            torch.testing.assert_close(state_BLH, stock[index], atol=2e-5, rtol=2e-4)
+            state_BLH = state_BLH.clone()
+        torch.testing.assert_close(layers.final_norm(state_BLH), last, atol=2e-5, rtol=2e-4)
+    assert index == LAYERS - 1
+
+
+def test_a_target_that_runs_on_them_captures_the_same(target: Target) -> None:
+    docs = [torch.randint(3, VOCAB, (n,)) for n in (60, 33, 5, 18, 1)]
+
+    def capture(vlh: bool) -> list[torch.Tensor]:
+        all_TF, vlh_TH = torch.full((120, 3 * HIDDEN), -7.0), torch.full((120, HIDDEN), -7.0)
+        target.capture(docs, all_TF, vlh_TH if vlh else None)
+        return [all_TF, vlh_TH]
+
+    want = capture(vlh=True)
+    target.fast = fast.FastLayers.of(target.backbone, target.arch)
+    target.self_test()
+    for got, wanted in zip(capture(vlh=True), want, strict=True):
+        torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-4)
+    stopped_TF, untouched_TH = capture(vlh=False)
+    torch.testing.assert_close(stopped_TF, want[0], atol=2e-5, rtol=2e-4)
+    assert (untouched_TH == -7).all()
+
+
+def test_layers_above_the_last_tap_do_not_run(tmp_path: Path) -> None:
+    target = load_tiny(tmp_path, "qwen3", taps=(0, 1))
+    target.fast = fast.FastLayers.of(target.backbone, target.arch)
+    for layer in target.layers[2:]:
+        layer.mlp.forward = None  # would be a TypeError
+    target.capture([torch.arange(3, 20)], torch.empty(17, 2 * HIDDEN))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "falcon_h1"])
+def test_other_families_keep_their_own_layers(family: str, tmp_path: Path) -> None:
+    target = load_tiny(tmp_path, family)
+    assert fast.FastLayers.of(target.backbone, target.arch) is None
+
+
+def test_sliding_windows_keep_their_own_layers(tmp_path: Path) -> None:
+    config = tiny_config("qwen3")
+    config.layer_types = ["full_attention", "sliding_attention"] * 2
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    arch = TargetArch.read(tmp_path)
+    assert fast.FastLayers.of(model.get_decoder(), arch) is None
+
+
+def test_the_short_convolution_sees_the_last_tokens_only() -> None:
+    """By hand: one channel of each part, window 2, weights (10, 1)."""
+    x_BLC = torch.tensor([[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]])
+    weight_CW = torch.tensor([[10.0, 1.0]]).expand(3, 2)
+    q, k, v = fast.convolved_heads(x_BLC, weight_CW, 1, 1, 1)
+    torch.testing.assert_close(v.flatten(), F.silu(torch.tensor([3.0, 36.0])))
+    torch.testing.assert_close(torch.cat((q, k)).flatten(), torch.ones(4))
+
+
+def test_one_compiled_function_serves_every_shape() -> None:
+    """Compiled by dynamo alone (no code generation): shapes must not be baked in."""
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    norm = torch.compile(fast.rms_norm, backend=counter, fullgraph=True)
+    for rows, length in ((2, 16), (3, 48), (8, 64), (5, 160)):
+        x_BLH = torch.randn(rows, length, 32)
+        for dim in range(2):
+            torch._dynamo.maybe_mark_dynamic(x_BLH, dim)
+        torch.testing.assert_close(
+            norm(x_BLH, torch.ones(32), 1e-6, 0.0), F.rms_norm(x_BLH, (32,), eps=1e-6)
+        )
+    assert counter.frame_count == 1
