@@ -29,7 +29,9 @@ def _capped(raw, cap):
 @triton.jit
 def _rows_kernel(
     raw_ptr,
-    teacher_ptr,
+    target_ptr,
+    target_row_ptr,
+    target_stride,
     label_ptr,
     loss_ptr,
     nll_ptr,
@@ -42,7 +44,8 @@ def _rows_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     raw_ptr += row * vocab
-    teacher_ptr += row * vocab
+    if KL:
+        target_ptr += tl.load(target_row_ptr + row) * target_stride
     lane = tl.arange(0, BLOCK)
     label = tl.load(label_ptr + row)
     raw_own = tl.load(raw_ptr + label).to(tl.float32)
@@ -66,7 +69,7 @@ def _rows_kernel(
         total = tl.where(z > top, total * fade + 1, total + fade)
         top = tl.maximum(top, z)
         if KL:
-            t = tl.load(teacher_ptr + at, mask=at < vocab, other=LOWEST).to(tl.float32)
+            t = tl.load(target_ptr + at, mask=at < vocab, other=LOWEST).to(tl.float32)
             if CAP:
                 t = tl.where(at < vocab, _capped(t, cap), LOWEST)
             fade = tl.exp(-tl.abs(t - p_top))
@@ -102,7 +105,7 @@ def _rows_kernel(
             slope = 1 - (z / cap) * (z / cap)
         grad = tl.exp(z - log_sum)
         if KL:
-            t = tl.load(teacher_ptr + at, mask=at < vocab, other=LOWEST).to(tl.float32)
+            t = tl.load(target_ptr + at, mask=at < vocab, other=LOWEST).to(tl.float32)
             if CAP:
                 t = _capped(t, cap)
             grad -= tl.exp(t - p_log_sum)
@@ -114,23 +117,28 @@ def _rows_kernel(
 def rows(
     raw_CV: Tensor,
     label_C: Tensor,
-    teacher_CV: Tensor | None,
+    target: tuple[Tensor, Tensor] | None,
     cap: float | None,
     out: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Fills `out` (loss_C, nll_C float32, rank_C int64) and leaves d loss / d raw in raw_CV.
 
-    raw_CV and teacher_CV: contiguous logits before the cap. See loss._rows for the meaning.
+    raw_CV: contiguous logits before the cap. target: the like logits_UV, and row_C, int64: row c's
+    are logits_UV[row_C[c]]. See loss._rows for the meaning.
     """
-    assert raw_CV.is_contiguous() and (teacher_CV is None or teacher_CV.is_contiguous())
+    assert raw_CV.is_contiguous()
+    logits_UV, row_C = (raw_CV, label_C) if target is None else target
+    assert logits_UV.stride(1) == 1
     _rows_kernel[(raw_CV.shape[0],)](
         raw_CV,
-        raw_CV if teacher_CV is None else teacher_CV,
+        logits_UV,
+        row_C,
+        logits_UV.stride(0),
         label_C,
         *out,
         raw_CV.shape[1],
         1.0 if cap is None else cap,
-        KL=teacher_CV is not None,
+        KL=target is not None,
         CAP=cap is not None,
         BLOCK=BLOCK,
         num_warps=WARPS,

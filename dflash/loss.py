@@ -5,8 +5,9 @@ The head does not learn, so the only gradient is that of the hidden states, and 
 weight_i * (d loss_i / d logits_i) @ head: linear in the weight. So the forward makes the
 *unweighted* row gradients while each chunk of logits exists, and the backward multiplies rows. The
 head is passed over twice for `ce` and three times for `kl` (the third is the target's own
-distribution), never again for recomputation, and the weights may depend on the losses of the whole
-batch. `head_loss_full` is the obvious version, kept as the reference.
+distribution, of distinct positions alone: neighbouring blocks overlap), never again for
+recomputation, and the weights may depend on the losses of the whole batch. `head_loss_full` is the
+obvious version, kept as the reference.
 
     ce   -log softmax(z)[data token]
     kl   KL(target || draft) = sum_v p_v (log p_v - log softmax(z)_v),
@@ -19,7 +20,7 @@ with z the (soft-capped, where the target caps) logits. Loss = sum(m * w * l) / 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,15 @@ CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 2 << 30}
 """Of a chunk's logits, the rows of one matmul: below 128 rows a CPU loses a tenth of its speed."""
 TILE_BYTES = 2 << 20
 """Of the rows that a CPU's elementwise passes take at a time: they stay in its cache (4x)."""
+
+
+class TargetStates(NamedTuple):
+    """Whose distribution `kl` learns."""
+
+    states_TH: Tensor
+    """The target's last hidden states after its final norm; only rows at_R are read."""
+    at_R: Tensor
+    """int64: the position whose state predicts what row R is asked for."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +60,11 @@ def head_loss(
     hidden_RH: Tensor,
     head_VH: Tensor,
     label_R: Tensor,
-    teacher_RH: Tensor | None = None,
+    target: TargetStates | None = None,
     cap: float | None = None,
     rows: int | None = None,
 ) -> HeadLoss:
-    """Chunked row losses against data tokens (`kl` if teacher_RH, the target's normed states, is
-    given; else `ce`).
+    """Chunked row losses: `kl` if the target's states are given, else `ce` on data tokens.
 
     Flat rows on purpose: a batched [B, A, K, H] @ head.T copies the head for every batch.
     """
@@ -63,7 +72,7 @@ def head_loss(
     rows = rows or chunk_rows(label_R.numel(), head_VH)
     wants_grad = torch.is_grad_enabled() and hidden_RH.requires_grad
     loss_R, nll_R, rank_R, _ = _frozen_head(
-        hidden_RH, head_VH, label_R, teacher_RH, cap, rows, wants_grad
+        hidden_RH, head_VH, label_R, *(target or (None, None)), cap, rows, wants_grad
     )
     return HeadLoss(loss_R, nll_R.detach(), rank_R)
 
@@ -80,14 +89,15 @@ def chunk_rows(num_rows: int, head_VH: Tensor) -> int:
 @torch.library.custom_op(
     "dflash::frozen_head",
     mutates_args=(),
-    schema="(Tensor hidden_RH, Tensor head_VH, Tensor label_R, Tensor? teacher_RH, float? cap, "
-    "int rows, bool wants_grad) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor hidden_RH, Tensor head_VH, Tensor label_R, Tensor? states_TH, Tensor? at_R, "
+    "float? cap, int rows, bool wants_grad) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _frozen_head(
     hidden_RH: Tensor,
     head_VH: Tensor,
     label_R: Tensor,
-    teacher_RH: Tensor | None,
+    states_TH: Tensor | None,
+    at_R: Tensor | None,
     cap: float | None,
     rows: int,
     wants_grad: bool,
@@ -96,23 +106,56 @@ def _frozen_head(
     wanted)."""
     loss_R, nll_R, rank_R, grad_RH = _outputs(hidden_RH, label_R, wants_grad)
     raw_CV = head_VH.new_empty(min(rows, label_R.numel()), head_VH.shape[0])
-    teacher_CV = None if teacher_RH is None else torch.empty_like(raw_CV)
     for start in range(0, label_R.numel(), rows):
         part = slice(start, min(start + rows, label_R.numel()))
         raw = torch.mm(hidden_RH[part], head_VH.T, out=raw_CV[: part.stop - start])
-        teacher = None
-        if teacher_RH is not None and teacher_CV is not None:
-            teacher = torch.mm(teacher_RH[part], head_VH.T, out=teacher_CV[: len(raw)])
         out = (loss_R[part], nll_R[part], rank_R[part])
-        if raw.is_cuda:
-            from .head_kernel import rows as fused_rows
-
-            fused_rows(raw, label_R[part], teacher, cap, out)
-        else:
-            _chunk(raw, label_R[part], teacher, cap, out)
+        target = None
+        if states_TH is not None and at_R is not None:
+            target = _target_logits(states_TH, at_R[part], head_VH)
+        _fill_rows(raw, label_R[part], target, cap, out)
+        del target  # before the next chunk's: it is as large as raw_CV
         if wants_grad:
             torch.mm(raw, head_VH, out=grad_RH[part])
     return loss_R, nll_R, rank_R, grad_RH
+
+
+class TargetLogits(NamedTuple):
+    """Of a chunk's distinct positions."""
+
+    logits_UV: Tensor
+    """Before the cap. Rows that no row_C names hold anything."""
+    row_C: Tensor
+    """int64: which of them belongs to the chunk's row."""
+
+
+def _target_logits(states_TH: Tensor, at_C: Tensor, head_VH: Tensor) -> TargetLogits:
+    row_C, at_C, count_1 = distinct(at_C, len(states_TH))
+    if not at_C.is_cuda:
+        at_C = at_C[: int(count_1)]  # reading a tensor is free there
+    states_CH = states_TH[at_C].to(head_VH.dtype)
+    if counts_on_device(head_VH):
+        logits_UV = F.grouped_mm(states_CH, head_VH.T[None], offs=count_1)
+    else:
+        logits_UV = torch.mm(states_CH, head_VH.T)
+    return TargetLogits(logits_UV, row_C)
+
+
+def distinct(at_C: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of indices below `size`: (row_C, at_U, count_1) with at_U[row_C] == at_C, at_U [C] rising
+    over its first `count` (int32), 0 from there on. No sync, no shape from data."""
+    seen_T = torch.zeros(size, dtype=torch.int32, device=at_C.device)
+    place_T = seen_T.scatter_(0, at_C, 1).cumsum(0, dtype=torch.int32)
+    row_C = place_T[at_C].long() - 1
+    return row_C, torch.zeros_like(at_C).scatter_(0, row_C, at_C), place_T[-1:]
+
+
+def counts_on_device(head_VH: Tensor) -> bool:
+    """Whether grouped_mm takes its number of rows from the device: elsewhere it makes the host
+    wait for it, so that there all rows are multiplied."""
+    if not head_VH.is_cuda or head_VH.dtype != torch.bfloat16 or head_VH.shape[1] % 8:
+        return False
+    return torch.cuda.get_device_capability(head_VH.device)[0] in (9, 10)
 
 
 def _outputs(
@@ -129,7 +172,8 @@ def _(
     hidden_RH: Tensor,
     head_VH: Tensor,
     label_R: Tensor,
-    teacher_RH: Tensor | None,
+    states_TH: Tensor | None,
+    at_R: Tensor | None,
     cap: float | None,
     rows: int,
     wants_grad: bool,
@@ -144,33 +188,37 @@ def _save_grad(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 def _weigh_grad(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     (grad_RH,) = ctx.saved_tensors
-    return (grad_RH * grads[0][:, None]).to(grad_RH.dtype), None, None, None, None, None, None
+    return (grad_RH * grads[0][:, None]).to(grad_RH.dtype), *[None] * 7
 
 
 _frozen_head.register_autograd(_weigh_grad, setup_context=_save_grad)
 
 
-def _chunk(
+def _fill_rows(
     raw_CV: Tensor,
     label_C: Tensor,
-    teacher_CV: Tensor | None,
+    target: TargetLogits | None,
     cap: float | None,
     out: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """_rows a tile at a time; head_kernel.rows does the same on a GPU."""
+    """_rows of a chunk into `out`: a tile at a time, or by head_kernel on a GPU."""
+    if raw_CV.is_cuda:
+        from .head_kernel import rows
+
+        return rows(raw_CV, label_C, target, cap, out)
     size = max(1, TILE_BYTES // (4 * raw_CV.shape[1]))
     for start in range(0, len(label_C), size):
         part = slice(start, start + size)
-        teacher = None if teacher_CV is None else teacher_CV[part]
-        found = _rows(raw_CV[part], label_C[part], teacher, cap, out[0].dtype)
+        target_CV = None if target is None else target.logits_UV[target.row_C[part]]
+        found = _rows(raw_CV[part], label_C[part], target_CV, cap, out[0].dtype)
         for whole, tile in zip(out, found, strict=True):
             whole[part] = tile
 
 
 def _rows(
-    raw_CV: Tensor, label_C: Tensor, teacher_CV: Tensor | None, cap: float | None, wide: torch.dtype
+    raw_CV: Tensor, label_C: Tensor, target_CV: Tensor | None, cap: float | None, wide: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, nll, rank) of some rows. Leaves d loss / d raw in raw_CV, and teacher_CV used up.
+    """(loss, nll, rank) of some rows. Leaves d loss / d raw in raw_CV, and target_CV used up.
 
     In place as far as it goes; with s = z - max z and t likewise of the target,
     kl = sum(e^t (t - s)) / sum(e^t) - log sum(e^t) + log sum(e^s).
@@ -181,13 +229,13 @@ def _rows(
     slope_CV = None if cap is None else 1 - (draft_CV / cap).square_()
     draft_CV.sub_(draft_CV.amax(dim=-1, keepdim=True))
     own_C1 = draft_CV.gather(1, label_C1)
-    if teacher_CV is None:
+    if target_CV is None:
         sum_C1 = draft_CV.exp_().sum(dim=-1, keepdim=True)
         nll_C1 = loss_C1 = sum_C1.log() - own_C1
         dlogits_CV = draft_CV.div_(sum_C1)
         dlogits_CV.scatter_add_(1, label_C1, torch.full_like(own_C1, -1))
     else:
-        target_CV = _logits(teacher_CV, cap, wide)
+        target_CV = _logits(target_CV, cap, wide)
         target_CV.sub_(target_CV.amax(dim=-1, keepdim=True))
         gap_CV = target_CV - draft_CV
         p_sum_C1 = target_CV.exp_().sum(dim=-1, keepdim=True)
@@ -223,7 +271,7 @@ def head_loss_full(
     hidden_RH: Tensor,
     head_VH: Tensor,
     label_R: Tensor,
-    teacher_RH: Tensor | None = None,
+    target: TargetStates | None = None,
     cap: float | None = None,
 ) -> HeadLoss:
     """The reference: all logits at once, autograd's gradient."""
@@ -236,8 +284,9 @@ def head_loss_full(
     logq_RV = log_probs(hidden_RH)
     nll_R = F.nll_loss(logq_RV, label_R, reduction="none")
     loss_R = nll_R
-    if teacher_RH is not None:
-        loss_R = F.kl_div(logq_RV, log_probs(teacher_RH), reduction="none", log_target=True).sum(-1)
+    if target is not None:
+        logp_RV = log_probs(target.states_TH[target.at_R].to(head_VH.dtype))
+        loss_R = F.kl_div(logq_RV, logp_RV, reduction="none", log_target=True).sum(-1)
     own_R1 = logq_RV.gather(1, label_R[:, None])
     above_R = (logq_RV > own_R1).sum(dim=-1)
     rank_R = torch.where(logq_RV.argmax(dim=-1) == label_R, 0, above_R.clamp_min(1))

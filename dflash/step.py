@@ -30,7 +30,14 @@ from . import anchors as A
 from . import flex
 from .arch import DrafterArch
 from .config import Config
-from .loss import decay_weights, dpace_weights, head_loss, head_loss_full, weighted_mean
+from .loss import (
+    TargetStates,
+    decay_weights,
+    dpace_weights,
+    head_loss,
+    head_loss_full,
+    weighted_mean,
+)
 from .mask import Kind, Mask, dense_masks, grouped_masks
 from .metrics import Metrics, count_correct
 from .model import DFlashDrafter, FrozenEnds, KeyValue, layer_kinds
@@ -205,15 +212,14 @@ def forward_loss(state: TrainState, batch: Batch) -> tuple[Tensor, dict[str, Ten
     ids_U = torch.cat((drawn.ids_Q[::block], drawn.ids_Q[1:2]))
     hidden_RH = drafter.blocks(ends.embed(ids_U), drawn.pos_Q, ctx_kv, masks)
 
-    teacher_RH = None
+    target = None
     if config.train.loss == "kl":
         assert batch.vlh_TH is not None
         # The target's distribution of token a+k stands at a+k-1. Masked slots read row 0, which is
         # never stale.
-        before_R = (drawn.at_AJ - 1).clamp_min(0).flatten()
-        teacher_RH = batch.vlh_TH[before_R].to(ends.head_VH.dtype)
+        target = TargetStates(batch.vlh_TH, (drawn.at_AJ - 1).clamp_min(0).flatten())
     rows = (head_loss_full if state.plain else head_loss)(
-        hidden_RH, ends.head_VH, drawn.label_AJ.flatten(), teacher_RH, ends.logit_softcap
+        hidden_RH, ends.head_VH, drawn.label_AJ.flatten(), target, ends.logit_softcap
     )
     return state.piece(score)(rows.loss_R, rows.nll_R, rows.rank_R, batch, drawn, config)
 

@@ -15,7 +15,13 @@ from torch.nn.attention.flex_attention import create_mask
 
 from dflash.anchors import Anchors, block_inputs, labels
 from dflash.export import read_export
-from dflash.loss import decay_weights, dpace_weights, head_loss_full, weighted_mean
+from dflash.loss import (
+    TargetStates,
+    decay_weights,
+    dpace_weights,
+    head_loss_full,
+    weighted_mean,
+)
 from dflash.mask import dense_masks
 from dflash.model import layer_kinds
 from dflash.target import load_ends
@@ -199,12 +205,10 @@ def test_its_loss_of_the_same_batch_is_ours(
         anchors, batch["ids_T"], batch["lm_T"], batch["doc_T"], arch.block_size
     )
     assert torch.equal(mask_AJ, mask_AK[:, 1:].bool())
-    teacher_RH = batch["vlh_TH"][(at_AJ - 1).flatten()]
-    label_R = ends.logits(teacher_RH).argmax(dim=-1)
+    target = TargetStates(batch["vlh_TH"], (at_AJ - 1).flatten())
+    label_R = ends.logits(target.states_TH[target.at_R]).argmax(dim=-1)
     hidden_RH = our_draft(exported, batch, anchors)[:, 1:].flatten(0, 1)
-    rows = head_loss_full(
-        hidden_RH, ends.head_VH, label_R, teacher_RH if loss == "kl_div" else None
-    )
+    rows = head_loss_full(hidden_RH, ends.head_VH, label_R, target if loss == "kl_div" else None)
     loss_AJ, nll_AJ = rows.loss_R.view_as(mask_AJ), rows.nll_R.view_as(mask_AJ)
     weight_AJ = dpace_weights(nll_AJ, mask_AJ, 0.5)
     if weights != "dpace":

@@ -9,7 +9,7 @@ from torch import nn
 
 from dflash import flex
 from dflash.anchors import Anchors
-from dflash.loss import head_loss, head_loss_full
+from dflash.loss import TargetStates, counts_on_device, head_loss, head_loss_full
 from dflash.mask import attend, dense_mask
 from dflash.optim import MasterAdamW
 
@@ -17,6 +17,13 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+def overlapping(rows: int, tokens: int) -> torch.Tensor:
+    """Positions of blocks of 8 rows that start 3 apart, as sorted anchors' do; some are masked."""
+    row_R = torch.arange(rows, device="cuda")
+    at_R = (row_R // 8 * 3 + row_R % 8).clamp_max(tokens - 1)
+    return torch.where(row_R % 11 == 0, 0, at_R)
 
 
 @pytest.mark.parametrize("cap", [None, 3.0])
@@ -27,13 +34,14 @@ def test_the_head_equals_autograd_over_all_logits(vocab: int, kind: str, cap: fl
     rows, hidden = 37, 24
     head_VH = torch.randn(vocab, hidden, device="cuda")
     label_R = torch.randint(vocab, (rows,), device="cuda")
-    teacher_RH = torch.randn(rows, hidden, device="cuda") if kind == "kl" else None
+    states_TH = torch.randn(20, hidden, device="cuda")
+    target = TargetStates(states_TH, overlapping(rows, 20)) if kind == "kl" else None
     leaf = torch.randn(rows, hidden, device="cuda", requires_grad=True)
     label_R[0] = (leaf[0] @ head_VH.T).argmax()
     weight_R = torch.rand(rows, device="cuda")
     found = []
     for function in (head_loss_full, head_loss):
-        result = function(leaf, head_VH, label_R, teacher_RH, cap)
+        result = function(leaf, head_VH, label_R, target, cap)
         (grad,) = torch.autograd.grad((result.loss_R * weight_R).sum(), leaf)
         found.append((result.loss_R.detach(), result.nll_R, grad, result.rank_R))
     for full, ours in zip(found[0][:3], found[1][:3], strict=True):
@@ -50,6 +58,34 @@ def test_many_chunks_equal_one() -> None:
     one, many = (head_loss(hidden_RH, head_VH, label_R, rows=rows) for rows in (300, 128))
     torch.testing.assert_close(one.loss_R, many.loss_R)
     assert torch.equal(one.rank_R, many.rank_R)
+
+
+@pytest.mark.parametrize("vocab", [512, 4099])
+def test_the_targets_logits_of_distinct_positions_are_those_of_all(
+    vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16, where a Hopper counts the distinct rows by itself: 1 % of the losses' and the
+    gradients' size, since another kernel rounds otherwise."""
+    torch.manual_seed(0)
+    shapes = ((300, 64), (vocab, 64), (200, 64))
+    leaf, head_VH, states_TH = (torch.randn(s, device="cuda").bfloat16() / 2 for s in shapes)
+    leaf.requires_grad_()
+    label_R, target = (
+        torch.randint(vocab, (300,)).cuda(),
+        TargetStates(states_TH, overlapping(300, 200)),
+    )
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert counts_on_device(head_VH)
+    found = []
+    for function in (head_loss, head_loss, head_loss_full):
+        torch.cuda.set_sync_debug_mode("error")
+        result = function(leaf, head_VH, label_R, target)
+        torch.cuda.set_sync_debug_mode("default")
+        found.append((result.loss_R, *torch.autograd.grad(result.loss_R.sum(), leaf)))
+        monkeypatch.setattr("dflash.loss.counts_on_device", lambda head_VH: False)
+    for ours in found[:2]:
+        for a, b in zip(ours, found[2], strict=True):
+            assert (a - b).norm() < 0.01 * b.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

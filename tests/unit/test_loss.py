@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflash.loss import (
+    TargetStates,
     decay_weights,
     default_gamma,
+    distinct,
     dpace_weights,
     head_loss,
     head_loss_full,
@@ -23,19 +25,22 @@ BLOCKS, SLOTS, HIDDEN, VOCAB = 5, 6, 7, 40
 CPU = torch.device("cpu")
 
 
-def scene(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """hidden_RH (a leaf), head_VH, label_R, teacher_RH in float64, and a mask with a hole."""
+def scene(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, TargetStates, Tensor]:
+    """hidden_RH (a leaf), head_VH, label_R, target in float64, and a mask with a hole. Blocks
+    overlap, and masked rows read position 0."""
     torch.manual_seed(seed)
     rows = BLOCKS * SLOTS
     hidden_RH = torch.randn(rows, HIDDEN, dtype=torch.float64, requires_grad=True)
-    head_VH, teacher_RH = torch.randn(VOCAB, HIDDEN).double(), torch.randn(rows, HIDDEN).double()
+    head_VH, states_TH = torch.randn(VOCAB, HIDDEN).double(), torch.randn(25, HIDDEN).double()
     mask_AJ = torch.rand(BLOCKS, SLOTS) < 0.8
     mask_AJ[1] = False
-    return hidden_RH, head_VH, torch.randint(0, VOCAB, (rows,)), teacher_RH, mask_AJ
+    at_AJ = torch.tensor([2, 4, 11, 12, 19])[:, None] + torch.arange(SLOTS)
+    target = TargetStates(states_TH, torch.where(mask_AJ, at_AJ, 0).flatten())
+    return hidden_RH, head_VH, torch.randint(0, VOCAB, (rows,)), target, mask_AJ
 
 
 def autograd_loss(
-    hidden_RH: Tensor, head_VH: Tensor, label_R: Tensor, teacher_RH: Tensor | None, cap: Any
+    hidden_RH: Tensor, head_VH: Tensor, label_R: Tensor, target: TargetStates | None, cap: Any
 ) -> tuple[Tensor, Tensor]:
     """(row losses, row nll) by torch's own loss functions over all logits."""
 
@@ -44,9 +49,9 @@ def autograd_loss(
         return raw_RV if cap is None else torch.tanh(raw_RV / cap) * cap
 
     nll_R = F.cross_entropy(logits(hidden_RH), label_R, reduction="none")
-    if teacher_RH is None:
+    if target is None:
         return nll_R, nll_R
-    p = torch.distributions.Categorical(logits=logits(teacher_RH))
+    p = torch.distributions.Categorical(logits=logits(target.states_TH[target.at_R]))
     q = torch.distributions.Categorical(logits=logits(hidden_RH))
     return torch.distributions.kl_divergence(p, q), nll_R
 
@@ -56,8 +61,8 @@ def autograd_loss(
 @pytest.mark.parametrize("cap", [None, 2.5])
 @pytest.mark.parametrize("kind", ["ce", "kl"])
 def test_loss_and_gradient_equal_autograd(kind: str, cap: Any, weighting: str, rows: int) -> None:
-    hidden_RH, head_VH, label_R, teacher_RH, mask_AJ = scene()
-    teacher = teacher_RH if kind == "kl" else None
+    hidden_RH, head_VH, label_R, target, mask_AJ = scene()
+    target = target if kind == "kl" else None
 
     def total(loss_R: Tensor, nll_R: Tensor) -> Tensor:
         weight_AJ = decay_weights(SLOTS + 1, None, CPU).double().expand(BLOCKS, SLOTS)
@@ -66,8 +71,8 @@ def test_loss_and_gradient_equal_autograd(kind: str, cap: Any, weighting: str, r
         top, bottom = weighted_mean(loss_R.view(BLOCKS, SLOTS), weight_AJ, mask_AJ)
         return top / bottom
 
-    ours = head_loss(hidden_RH, head_VH, label_R, teacher, cap, rows=rows)
-    theirs, nll_R = autograd_loss(hidden_RH, head_VH, label_R, teacher, cap)
+    ours = head_loss(hidden_RH, head_VH, label_R, target, cap, rows=rows)
+    theirs, nll_R = autograd_loss(hidden_RH, head_VH, label_R, target, cap)
     torch.testing.assert_close(ours.loss_R, theirs)
     torch.testing.assert_close(ours.nll_R, nll_R)
     (grad,) = torch.autograd.grad(total(ours.loss_R, ours.nll_R), hidden_RH)
@@ -75,7 +80,7 @@ def test_loss_and_gradient_equal_autograd(kind: str, cap: Any, weighting: str, r
     assert expected.abs().max() > 1e-3
     torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-12)
 
-    full = head_loss_full(hidden_RH, head_VH, label_R, teacher, cap)
+    full = head_loss_full(hidden_RH, head_VH, label_R, target, cap)
     (grad,) = torch.autograd.grad(total(full.loss_R, full.nll_R), hidden_RH)
     torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-12)
     assert torch.equal(full.rank_R, ours.rank_R)
@@ -91,12 +96,12 @@ def test_the_weighted_loss_is_the_formula() -> None:
 
 def test_a_masked_row_may_be_nan() -> None:
     """Neither the loss nor any other row's gradient notices."""
-    hidden_RH, head_VH, label_R, teacher_RH, mask_AJ = scene()
+    hidden_RH, head_VH, label_R, target, mask_AJ = scene()
     keep_R = mask_AJ.flatten()
     outcomes = []
     for bad in (0.0, torch.nan):
-        poisoned = torch.where(keep_R[:, None], teacher_RH, bad)
-        rows = head_loss(hidden_RH, head_VH, label_R, poisoned, rows=8)
+        target.states_TH[0] = bad
+        rows = head_loss(hidden_RH, head_VH, label_R, target, rows=8)
         top, _ = weighted_mean(rows.loss_R.view(BLOCKS, SLOTS), torch.ones(BLOCKS, SLOTS), mask_AJ)
         (grad,) = torch.autograd.grad(top, hidden_RH)
         outcomes.append((top, grad[keep_R]))
@@ -106,7 +111,8 @@ def test_a_masked_row_may_be_nan() -> None:
 
 def test_kl_is_zero_where_draft_and_target_agree() -> None:
     hidden_RH, head_VH, label_R, _, _ = scene()
-    rows = head_loss(hidden_RH, head_VH, label_R, hidden_RH.detach())
+    same = TargetStates(hidden_RH.detach(), torch.arange(len(hidden_RH)))
+    rows = head_loss(hidden_RH, head_VH, label_R, same)
     torch.testing.assert_close(rows.loss_R, torch.zeros_like(rows.loss_R))
     (grad,) = torch.autograd.grad(rows.loss_R.sum(), hidden_RH)
     torch.testing.assert_close(grad, torch.zeros_like(grad))
@@ -115,8 +121,8 @@ def test_kl_is_zero_where_draft_and_target_agree() -> None:
 def test_extreme_logits_stay_finite() -> None:
     hidden_RH = (torch.eye(4) * 300).requires_grad_()
     head_VH = torch.eye(4) * torch.tensor([1.0, -1.0, 1.0, -1.0])
-    for teacher in (None, hidden_RH.detach().flip(0)):
-        rows = head_loss(hidden_RH, head_VH, torch.arange(4), teacher)
+    for target in (None, TargetStates(hidden_RH.detach(), torch.tensor([3, 2, 1, 0]))):
+        rows = head_loss(hidden_RH, head_VH, torch.arange(4), target)
         (grad,) = torch.autograd.grad(rows.loss_R.sum(), hidden_RH)
         assert rows.loss_R.isfinite().all() and grad.isfinite().all()
     assert head_loss(hidden_RH, head_VH, torch.arange(4)).loss_R[1] > 300
@@ -125,14 +131,12 @@ def test_extreme_logits_stay_finite() -> None:
 @pytest.mark.parametrize("kind", ["ce", "kl"])
 def test_bfloat16_is_near_float32(kind: str) -> None:
     """bf16 logits round to 3 digits; the losses and gradients stay within 2 %."""
-    hidden_RH, head_VH, label_R, teacher_RH, _ = (
-        x.float() if x.is_floating_point() else x for x in scene()
-    )
-    hidden_RH, teacher = hidden_RH.detach(), teacher_RH if kind == "kl" else None
+    hidden_RH, head_VH, label_R, target, _ = scene()
+    hidden_RH = hidden_RH.detach()
     grads, losses = [], []
     for dtype in (torch.float32, torch.bfloat16):
         leaf = hidden_RH.to(dtype).requires_grad_()
-        other = None if teacher is None else teacher.to(dtype)
+        other = TargetStates(target.states_TH.to(dtype), target.at_R) if kind == "kl" else None
         rows = head_loss(leaf, head_VH.to(dtype), label_R, other)
         assert rows.loss_R.dtype == torch.float32
         losses.append(rows.loss_R.detach())
@@ -158,10 +162,30 @@ def head_passes(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 def test_the_head_is_passed_over_that_often_and_never_again(
     kind: str, passes: int, head_passes: list[torch.Size]
 ) -> None:
-    hidden_RH, head_VH, label_R, teacher_RH, _ = scene()
-    rows = head_loss(hidden_RH, head_VH, label_R, teacher_RH if kind == "kl" else None)
+    hidden_RH, head_VH, label_R, target, _ = scene()
+    rows = head_loss(hidden_RH, head_VH, label_R, target if kind == "kl" else None)
     rows.loss_R.sum().backward()
     assert len(head_passes) == passes
+
+
+def test_the_targets_logits_are_made_once_a_position(head_passes: list[torch.Size]) -> None:
+    hidden_RH, head_VH, label_R, target, _ = scene()
+    head_loss(hidden_RH, head_VH, label_R, target, rows=16)
+    positions = [part.unique().numel() for part in target.at_R.split(16)]
+    assert sum(positions) < len(label_R)
+    assert [shape[0] for shape in head_passes[1::3]] == positions
+
+
+@pytest.mark.parametrize("size", [1, 7, 40])
+def test_distinct_positions_are_uniques(size: int) -> None:
+    torch.manual_seed(size)
+    for at_C in (torch.randint(size, (30,)), torch.zeros(5).long(), torch.arange(size).flip(0)):
+        row_C, at_U, count_1 = distinct(at_C, size)
+        unique_U, inverse_C = at_C.unique(return_inverse=True)
+        assert torch.equal(row_C, inverse_C)
+        assert count_1.dtype == torch.int32 and count_1.tolist() == [len(unique_U)]
+        assert torch.equal(at_U[: len(unique_U)], unique_U)
+        assert at_U.shape == at_C.shape and not at_U[len(unique_U) :].any()
 
 
 def test_without_gradient_the_head_is_passed_over_once(head_passes: list[torch.Size]) -> None:
