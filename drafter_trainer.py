@@ -27,6 +27,7 @@ from dflash.feed import Feed
 from dflash.heldout import heldout_file, load_texts, measure_texts
 from dflash.prepare import Prepared
 from dflash.slot import slot_views
+from dflash.spans import Spans
 from dflash.step import DTYPES, Batch, TrainState, train_step
 from dflash.target import load_ends
 from launcher import child
@@ -55,13 +56,17 @@ def run(run_dir: Path) -> int:
     verify = config.ring.verify and not on_gpu  # there the copy is summed, on the device
     ring = RingReader(config.ring.path, "trainer_0", fields=fields, verify=verify)
     ring.rewind(state.slot)
-    slots = (CopiedSlots if on_gpu else PageSlots)(ring, config, arch)
+    trace = run_dir / "trace" / "trainer_0.json" if config.run.trace else None
+    spans = Spans(trace, config.drafter.device)
+    slots = (CopiedSlots if on_gpu else PageSlots)(ring, config, arch, spans)
     journal = Journal(run_dir / "metrics.jsonl", ring, config, state.step)
     child.ready(f"step {state.step} of {steps}, {arch.num_parameters:,} parameters")
 
     def save() -> int:
+        since_s = time.monotonic()
         whole = checkpoint.snapshot(state, seq=state.slot, data_fingerprint=prepared.fingerprint)
         checkpoint.save(checkpoints, whole, keep=config.train.keep_checkpoints)
+        spans.waited("save", since_s)
         return state.step
 
     def walk_heldout() -> dict[str, float | None]:
@@ -87,8 +92,12 @@ def run(run_dir: Path) -> int:
             if state.step > saved_step:
                 save()
             raise
+        mark = spans.begin("step")
         train_step(state, batch, seq=seq, pass_idx=pass_idx)
+        spans.end(mark, seq)
+        since_s = time.monotonic()
         journal.write_posted()
+        spans.waited("metrics", since_s)
         if state.step % config.train.log_every == 0 or state.step == steps:
             journal.post(state)
         if state.slot != seq or state.step == steps:
@@ -107,6 +116,7 @@ def run(run_dir: Path) -> int:
     if state.step == steps:
         ring.close_run()  # the last act: target workers leave when they see it
     ring.leave()
+    spans.close()
     log.info("step %d of %d is saved", state.step, steps)
     return child.DONE if state.step == steps else child.STOPPED
 
@@ -114,14 +124,16 @@ def run(run_dir: Path) -> int:
 class PageSlots:
     """On a CPU: a step reads the ring's own pages."""
 
-    def __init__(self, ring: RingReader, config: Config, arch: DrafterArch) -> None:
-        self.ring, self.config, self.arch = ring, config, arch
+    def __init__(self, ring: RingReader, config: Config, arch: DrafterArch, spans: Spans) -> None:
+        self.ring, self.config, self.arch, self.spans = ring, config, arch, spans
         self.lease: ReadLease | None = None
 
     def batch(self, seq: int) -> Batch:
         """The slot `seq`, for the step about to run. Blocks; raises Stopped."""
         if self.lease is None:
+            since_s = time.monotonic()
             self.lease = self.ring.take(seq, stop=child.stop_requested)
+            self.spans.waited("ready slot", since_s, seq)
             self.views = slot_views(self.lease.buffer, self.config, self.arch)
         return self.views
 
@@ -140,8 +152,8 @@ class CopiedSlots:
     """On a GPU: the next slot is copied from page-locked pages while the step before it runs, its
     sums are checked on the device, and it is free again before that step ends."""
 
-    def __init__(self, ring: RingReader, config: Config, arch: DrafterArch) -> None:
-        self.ring, self.config, self.arch = ring, config, arch
+    def __init__(self, ring: RingReader, config: Config, arch: DrafterArch, spans: Spans) -> None:
+        self.ring, self.config, self.arch, self.spans = ring, config, arch, spans
         log.info("%s", pin(ring))
         self.feed: Feed | None = None
         self.coming: ReadLease | None = None
@@ -156,21 +168,27 @@ class CopiedSlots:
             while not self._arrived():
                 self._start(seq)
             assert self.feed is not None
+            mark = self.spans.begin("load")
             self.feed.load()
+            self.spans.end(mark, seq)
             self.here = seq
         assert self.feed is not None
         return self.feed.batch
 
     def _start(self, seq: int) -> None:
+        since_s = time.monotonic()
         self.coming = self.ring.take(seq, stop=child.stop_requested)
+        self.spans.waited("ready slot", since_s, seq)
         views = slot_views(self.coming.buffer, self.config, self.arch)
-        self.feed = self.feed or Feed(views, self.config.drafter.device)
+        self.feed = self.feed or Feed(views, self.config.drafter.device, self.spans)
         self.feed.start(views, self.coming.total_tok)
 
     def _arrived(self) -> bool:
         """Waits for the copy and lets go of the slot. False: not the bytes that were sealed."""
         assert self.feed is not None and self.coming is not None
+        since_s = time.monotonic()
         sums, lease, self.coming = self.feed.wait(), self.coming, None
+        self.spans.waited("copy", since_s, lease.seq)
         if self.config.ring.verify and lease.sums and sums != list(lease.sums):
             self.ring.reject(lease)
             return False
@@ -193,7 +211,8 @@ def fresh_state(config: Config, prepared: Prepared) -> TrainState:
     target = TargetArch.read(prepared.target_dir)
     arch = DrafterArch.build(config, target, prepared.mask_token_id)
     dtype = DTYPES[config.drafter.dtype]
-    ends = load_ends(prepared.target_dir, target, dtype, config.drafter.device)
+    device, random_weights = config.drafter.device, config.target.random_weights
+    ends = load_ends(prepared.target_dir, target, dtype, device, random_weights)
     return TrainState.create(config, arch, ends, zero_centred_norm=target.zero_centred_norm)
 
 

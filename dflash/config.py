@@ -39,6 +39,8 @@ class RunConfig(Section):
     dir: Path = Path("runs")
     """The run lives in `<dir>/<name>`."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    trace: bool = False
+    """Write when each half did what to trace/*.json in the run's directory: for ui.perfetto.dev."""
 
     @property
     def path(self) -> Path:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .spans import COPY, Spans
 from .step import Batch
 
 FIELDS = {
@@ -32,8 +33,9 @@ PER_TOKEN = ("all_TF", "vlh_TH", "ids_T", "lm_T", "pos_T")
 
 
 class Feed:
-    def __init__(self, like: Batch, device: torch.device | str) -> None:
-        """`like`: a slot's tensors, for their shapes and dtypes."""
+    def __init__(self, like: Batch, device: torch.device | str, spans: Spans | None = None) -> None:
+        """`like`: a slot's tensors, for their shapes and dtypes. `spans` gets the copies."""
+        self._spans = spans or Spans(None, "cuda")
         self.batch, self._staging = _empty(like, device), _empty(like, device)
         self._stream = torch.cuda.Stream()
         self._arrived, self._loaded = torch.cuda.Event(), torch.cuda.Event()
@@ -45,7 +47,9 @@ class Feed:
         self._total_tok = total_tok
         self._stream.wait_event(self._loaded)
         with torch.cuda.stream(self._stream):
+            mark = self._spans.begin("h2d", COPY)
             _copy_prefix(self._staging, slot, total_tok)
+            self._spans.end(mark)
             sums = [byte_sum(part) for part in _prefixes(self._staging, total_tok)]
             self._sums[: len(sums)].copy_(torch.stack(sums), non_blocking=True)
             self._arrived.record()

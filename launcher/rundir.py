@@ -30,6 +30,7 @@ PACKAGES = ("torch", "transformers", "numpy", "safetensors", "posix_ipc", "pydan
 
 HARMLESS = (
     "run.dir",
+    "run.trace",
     "data.path",
     "targets",
     "ring.path",
