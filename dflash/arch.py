@@ -19,6 +19,13 @@ from .config import Config, ConfigError
 ZERO_CENTRED_NORMS = ("gemma", "qwen3_5", "qwen3_next")
 PLAIN_NORMS = ("gemma3n", "gemma4")
 """Gemmas that no longer do."""
+SHIPPED = Path(__file__).parents[1] / "configs" / "targets"
+
+
+def shipped_config(model: str) -> Path | None:
+    """The directory in configs/targets/ that holds the config.json of a hub name, if one does."""
+    directory = SHIPPED / model.replace("/", "--")
+    return directory if (directory / "config.json").is_file() else None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from .config_errors import explain
+from .random_documents import RandomDocuments
+
 
 class ConfigError(Exception):
     """A user's mistake: the text is what the user sees; the program exits with code 2."""
@@ -49,11 +52,21 @@ class RunConfig(Section):
 
 class DataConfig(Section):
     path: Path
-    """JSONL, one conversation a line: {"messages": [{"role": ..., "content": ...}, ...]}."""
+    """JSONL, one conversation a line: {"messages": [{"role": ..., "content": ...}, ...]}.
+    For benchmarks with target.random_weights also random:COUNTxTOKENS: see random_documents.py."""
     heldout: Share = 0.05
     """Share of the conversations kept for evaluation, by a hash of the first user message."""
     min_supervised_tokens: Count = 4
     """Conversations with fewer trained tokens are dropped, and counted."""
+
+    @model_validator(mode="after")
+    def _form(self) -> DataConfig:
+        RandomDocuments.parse(self.path)
+        return self
+
+    @property
+    def random(self) -> RandomDocuments | None:
+        return RandomDocuments.parse(self.path)
 
 
 class TargetConfig(Section):
@@ -68,6 +81,9 @@ class TargetConfig(Section):
     num_taps: Count = 5
     micro_batch_tokens: Count = 2048
     """Padded tokens of one forward call: b * L of every micro-batch shape."""
+    random_weights: bool = False
+    """For benchmarks only: random weights in the model's shapes, so that its config.json is all
+    that is needed of it. The drafter is worth nothing."""
 
 
 class DrafterConfig(Section):
@@ -191,6 +207,27 @@ class Config(Section):
     supervise: SuperviseConfig = SuperviseConfig()
 
     @model_validator(mode="after")
+    def _benchmark(self) -> Config:
+        if self.target.random_weights and self.target.device != self.drafter.device:
+            raise ValueError(
+                "target.random_weights: a CPU and a GPU draw different weights: set target.device "
+                "and drafter.device alike"
+            )
+        if self.data.random is None:
+            return self
+        if not self.target.random_weights:
+            raise ValueError(
+                f"data.path {self.data.path}: random documents are for benchmarks: "
+                "set target.random_weights=true too, or give real data"
+            )
+        if self.eval.every or self.drafter.mask_token is not None:
+            key = "eval.every" if self.eval.every else "drafter.mask_token"
+            raise ValueError(
+                f"{key} means nothing with random documents ({self.data.path}): leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _across(self) -> Config:
         if self.drafter.block_size > self.ring.max_tokens // 2:
             raise ValueError(
@@ -240,6 +277,14 @@ class Config(Section):
         """Whether the loss needs the target's last hidden state in the slot."""
         return self.train.loss == "kl"
 
+    def refuse_untrained(self, what: str | Path) -> None:
+        """ConfigError where `what` comes from a benchmark: a drafter of no model."""
+        if self.target.random_weights:
+            raise ConfigError(
+                f"{what}: its target had random weights (target.random_weights): a benchmark's "
+                f"drafter, worth nothing for {self.target.model} or any other model"
+            )
+
     def fingerprint(self, *sections: str) -> str:
         """A short hash of the named sections."""
         text = self.model_dump_json(include=set(sections))
@@ -286,7 +331,7 @@ def parse_config(raw: dict[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(e, source) for e in error.errors())) from None
+        raise ConfigError("\n".join(explain(Config, e, source) for e in error.errors())) from None
 
 
 def dump_config(config: Config) -> str:
@@ -321,37 +366,3 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         node[last] = yaml.load(value, _Loader)
     except (yaml.YAMLError, ValueError):
         raise ConfigError(f"{override!r}: the value is not YAML") from None
-
-
-def _known_keys(location: tuple[Any, ...]) -> list[str]:
-    """The keys of the section that holds `location`, as dotted names."""
-    model: Any = Config
-    for part in location[:-1]:
-        field = (
-            model.model_fields.get(part)
-            if isinstance(model, type) and issubclass(model, BaseModel)
-            else None
-        )
-        model = field.annotation if field is not None else None
-    if not (isinstance(model, type) and issubclass(model, BaseModel)):
-        return []
-    prefix = "".join(f"{part}." for part in location[:-1])
-    return [prefix + name for name in model.model_fields]
-
-
-def _explain(error: Any, source: str) -> str:
-    location = tuple(error["loc"])
-    key = ".".join(str(part) for part in location) or "config"
-    if error["type"] == "extra_forbidden":
-        # Misspelt, or right but in the wrong section: look in its own section, then everywhere.
-        section = _known_keys(location)
-        everywhere = [k for name in Config.model_fields for k in (name, *_known_keys((name, "")))]
-        near = difflib.get_close_matches(key, section, 1, 0.6)
-        near = near or [k for k in everywhere if k.split(".")[-1] == location[-1]] or section[:8]
-        return f"{source}: {key}: unknown key; nearest: {', '.join(near)}"
-    if error["type"] == "missing":
-        return f"{source}: {key}: must be set"
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "value_error":
-        return f"{source}: {key}: {message}" if location else f"{source}: {message}"
-    return f"{source}: {key}: {error['input']!r}: {message[0].lower()}{message[1:]}"

@@ -18,7 +18,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from .chat import Ids, Mask, Messages, first_answer, prompt_ids, render
 from .config import ConfigError, cache_dir
+from .random_documents import RandomDocuments
 
 RECIPE = 1
 """Part of every fingerprint: raise it when the same input would give other documents."""
@@ -229,7 +230,7 @@ class _Builder:
         self.documents.append((ids[:limit], mask[:limit]))
         self.trained_prompts.add(prompt.tobytes())
 
-    def finish(self, path: Path) -> Dataset:
+    def finish(self, path: str | Path) -> Dataset:
         """Raises ConfigError where a side has nothing."""
         # A template that folds texts (case, say) can make one prompt of two: training keeps it.
         heldout = [pair for key, pair in self.heldout.items() if key not in self.trained_prompts]
@@ -279,7 +280,7 @@ def build_dataset(
         builder.add(ids, mask, prompt, is_heldout(messages, options.heldout))
         if builder.conversations % 20_000 == 0:
             progress(f"tokenised {builder.conversations} conversations")
-    return builder.finish(Path(path))
+    return builder.finish(path)
 
 
 # --- the cache ------------------------------------------------------------------------------------
@@ -310,10 +311,30 @@ def prepare_dataset(
 ) -> tuple[Path, Dataset]:
     """The dataset's file in the cache, made where it isn't there. Its name is its fingerprint."""
     name = fingerprint(path, tokenizer, stops=stops, options=options)
+    return _cached(name, lambda: build_dataset(path, tokenizer, stops=stops, options=options))
+
+
+def prepare_random(
+    random: RandomDocuments, vocab_size: int, options: DataOptions
+) -> tuple[Path, Dataset]:
+    """The same for random documents. None is held out."""
+    options = replace(options, heldout=0.0)
+
+    def build() -> Dataset:
+        builder = _Builder(options)
+        for ids, mask in random.draw(vocab_size):
+            builder.add(ids, mask, ids[: int(np.argmax(mask))], heldout=False)
+        return builder.finish(f"{random}")
+
+    recipe = repr((RECIPE, random, vocab_size, options))
+    return _cached(hashlib.sha256(recipe.encode()).hexdigest()[:16], build)
+
+
+def _cached(name: str, build: Callable[[], Dataset]) -> tuple[Path, Dataset]:
     cached = cache_dir() / "data" / f"{name}.npz"
     if cached.exists():
         return cached, Dataset.load(cached)
-    dataset = build_dataset(path, tokenizer, stops=stops, options=options)
+    dataset = build()
     try:
         dataset.save(cached)
     except OSError as error:

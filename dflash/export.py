@@ -91,6 +91,7 @@ def export(checkpoint_path: str | Path, to: str | Path, format_name: str = "z-la
     path = find_checkpoint(checkpoint_path)
     checkpoint = load(path)
     config = parse_config(yaml.safe_load(checkpoint.config_yaml), str(path / "run.yaml"))
+    config.refuse_untrained(path)
     target_dir = resolve_target(config.target.model)
     target = TargetArch.read(target_dir)
     verifier = speculators.Verifier(serving_name(config, target_dir), target.architecture)

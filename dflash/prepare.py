@@ -22,7 +22,7 @@ import numpy as np
 from .arch import DrafterArch, TargetArch
 from .chat import pick_mask_token
 from .config import Config, ConfigError, load_config
-from .data import DataOptions, Dataset, prepare_dataset
+from .data import DataOptions, Dataset, prepare_dataset, prepare_random
 from .plan import Plan
 
 AUDIT_CHARACTERS = 700
@@ -62,32 +62,38 @@ class Prepared:
 
 def prepare(config: Config) -> Prepared:
     """Everything before the first process starts. Prints a short log. Raises ConfigError."""
-    from .target_files import resolve_target, tensor_files
+    from .target_files import resolve_config, resolve_target, tensor_files
 
-    target_dir = resolve_target(config.target.model)
+    if config.target.random_weights:
+        print(random_weights_warning(config), flush=True)
+        target_dir = resolve_config(config.target.model)
+    else:
+        target_dir = resolve_target(config.target.model)
     target = TargetArch.read(target_dir)
     # The mask token is chosen last, but bad taps must not wait for the tokeniser.
     DrafterArch.build(config, target, mask_token_id=0)
-    tensor_files(target_dir)  # nor must missing or cut-off weights
-    tokenizer = load_tokenizer(target_dir)
-    stops = stop_ids(target, tokenizer)
-    path, dataset = prepare_dataset(
-        config.data.path,
-        tokenizer,
-        stops=stops,
-        options=DataOptions(
-            max_tokens=min(config.ring.max_tokens, target.max_position_embeddings),
-            heldout=config.data.heldout,
-            min_supervised_tokens=config.data.min_supervised_tokens,
-        ),
+    if not config.target.random_weights:
+        tensor_files(target_dir)  # nor must missing or cut-off weights
+    options = DataOptions(
+        max_tokens=min(config.ring.max_tokens, target.max_position_embeddings),
+        heldout=config.data.heldout,
+        min_supervised_tokens=config.data.min_supervised_tokens,
     )
-    used = dataset.used_ids()
-    if used[-1] >= target.vocab_size:
-        raise ConfigError(
-            f"target.model: {target_dir}: its tokenizer makes id {used[-1]}, its vocab_size is "
-            f"{target.vocab_size}: tokenizer and weights belong to different models"
-        )
-    mask_token_id = pick_mask_token(tokenizer, config.drafter.mask_token, target, used)
+    tokenizer = None
+    if config.data.random is not None:
+        path, dataset = prepare_random(config.data.random, target.vocab_size, options)
+        mask_token_id = target.vocab_size - 1  # none of them has it
+    else:
+        tokenizer = _tokenizer(config, target_dir)
+        stops = stop_ids(target, tokenizer)
+        path, dataset = prepare_dataset(config.data.path, tokenizer, stops=stops, options=options)
+        used = dataset.used_ids()
+        if used[-1] >= target.vocab_size:
+            raise ConfigError(
+                f"target.model: {target_dir}: its tokenizer makes id {used[-1]}, its vocab_size is "
+                f"{target.vocab_size}: tokenizer and weights belong to different models"
+            )
+        mask_token_id = pick_mask_token(tokenizer, config.drafter.mask_token, target, used)
     plan = Plan(
         dataset.lengths,
         seed=config.run.seed,
@@ -97,6 +103,21 @@ def prepare(config: Config) -> Prepared:
     prepared = summarise(target_dir, path, dataset, mask_token_id, plan)
     print(report(prepared, dataset, tokenizer), flush=True)
     return prepared
+
+
+def random_weights_warning(config: Config) -> str:
+    return (
+        f"RANDOM WEIGHTS (target.random_weights): a benchmark in the shapes of "
+        f"{config.target.model}; the drafter will be worth nothing"
+    )
+
+
+def _tokenizer(config: Config, target_dir: Path) -> Any:
+    try:
+        return load_tokenizer(target_dir)
+    except ConfigError as error:
+        cure = ": give data.path=random:COUNTxTOKENS" if config.target.random_weights else ""
+        raise ConfigError(f"{error}{cure}") from None
 
 
 def load_tokenizer(target_dir: Path) -> Any:
@@ -139,19 +160,25 @@ def summarise(
 # --- what the log shows ---------------------------------------------------------------------------
 
 
-def report(prepared: Prepared, dataset: Dataset, tokenizer: Any) -> str:
+def report(prepared: Prepared, dataset: Dataset, tokenizer: Any | None) -> str:
+    """`tokenizer` None: the ids are random, and there is no text to show."""
     p, counts = prepared, dataset.counts
+    lines = [
+        f"documents {p.num_documents} of {counts.conversations} conversations, held-out "
+        f"prompts {p.num_heldout}, truncated {p.truncated}, dropped {p.dropped} "
+        f"({counts.too_few_supervised} with too few trained tokens, "
+        f"{counts.heldout_repeats} repeated held-out prompts)",
+        f"tokens {p.tokens}, of them trained {p.supervised_tokens}; a data pass is "
+        f"{p.slots_per_pass} slots, {p.fill:.1%} full",
+        f"lengths {histogram(dataset.lengths)}",
+    ]
+    if tokenizer is None:
+        return "\n".join([*lines, f"mask token {p.mask_token_id}, the vocabulary's last"])
     median = int(np.argsort(dataset.lengths, kind="stable")[p.num_documents // 2])
     name = tokenizer.convert_ids_to_tokens(p.mask_token_id) or "past the tokenizer's last token"
     return "\n".join(
         [
-            f"documents {p.num_documents} of {counts.conversations} conversations, held-out "
-            f"prompts {p.num_heldout}, truncated {p.truncated}, dropped {p.dropped} "
-            f"({counts.too_few_supervised} with too few trained tokens, "
-            f"{counts.heldout_repeats} repeated held-out prompts)",
-            f"tokens {p.tokens}, of them trained {p.supervised_tokens}; a data pass is "
-            f"{p.slots_per_pass} slots, {p.fill:.1%} full",
-            f"lengths {histogram(dataset.lengths)}",
+            *lines,
             f"mask token {p.mask_token_id} ({name})",
             f"document {median}, the trained part in [[ ]]:",
             audit(tokenizer, *dataset.document(median)),

@@ -51,6 +51,7 @@ def open_subject(path: str | Path) -> Subject:
     path = find_checkpoint(path)
     saved = load(path)
     config = parse_config(yaml.safe_load(saved.config_yaml), str(path / "run.yaml"))
+    config.refuse_untrained(path)
     # The run may have been moved since its config was written.
     run = path.absolute().parent.parent
     config = config.model_copy(

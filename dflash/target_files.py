@@ -16,17 +16,19 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from .arch import TargetArch
+from .arch import TargetArch, shipped_config
 from .config import ConfigError, cache_dir
 from .model import FrozenEnds
 
 GGUF_RECIPE = 1
 """Part of a converted target's name: raise it when the conversion changes."""
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+TEXT_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
+HUB_PATTERNS = [*TEXT_PATTERNS, "*.safetensors"]
 EMBED_KEYS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 HEAD_KEYS = ("lm_head.weight", "embed_out.weight")
 NORM_KEYS = ("norm.weight", "ln_f.weight", "final_layer_norm.weight", "final_layernorm.weight")
@@ -34,10 +36,10 @@ NORM_KEYS = ("norm.weight", "ln_f.weight", "final_layer_norm.weight", "final_lay
 NOT_ENDS = re.compile(r"(^|[._])(layers?|h|blocks?|visual|vision\w*|audio\w*|mtp)\.")
 
 
-def resolve_target(model: str) -> Path:
+def resolve_target(model: str, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
     """The Hugging Face directory of `target.model`: a directory, a .gguf file,
     `package:NAME/FILE.gguf` for a file inside an installed package, or a hub name (from the local
-    cache when it is there; HF_HUB_OFFLINE is honoured).
+    cache when it is there; HF_HUB_OFFLINE is honoured). `patterns`: what to fetch of it.
 
     Raises ConfigError, one line.
     """
@@ -54,7 +56,22 @@ def resolve_target(model: str) -> Path:
         raise ConfigError(
             f"target.model: {model}: not a model directory, a .gguf file or a hub name"
         )
-    return _from_hub(model)
+    return _from_hub(model, patterns)
+
+
+def resolve_config(model: str) -> Path:
+    """A directory with the config.json of `target.model`, where nothing else is needed of it: the
+    model's own where it is here, else what configs/targets/ has, else the hub's (no weights).
+
+    Raises ConfigError, one line.
+    """
+    shipped = shipped_config(model)
+    if shipped is None or Path(model).is_dir():
+        return resolve_target(model, TEXT_PATTERNS)
+    import huggingface_hub
+
+    cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else shipped
 
 
 def _package_file(model: str) -> Path:
@@ -75,12 +92,12 @@ def _package_file(model: str) -> Path:
     return path
 
 
-def _from_hub(model: str) -> Path:
+def _from_hub(model: str, patterns: Sequence[str]) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
     try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=HUB_PATTERNS))
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=list(patterns)))
     except errors.GatedRepoError:
         why = "a gated model: accept its terms on huggingface.co, then `hf auth login`"
     except errors.HFValidationError:
@@ -167,13 +184,21 @@ def _write_converted(path: Path, directory: Path) -> None:
 
 
 def load_ends(
-    directory: str | Path, arch: TargetArch, dtype: torch.dtype, device: str | torch.device
+    directory: str | Path,
+    arch: TargetArch,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    random_weights: bool = False,
 ) -> FrozenEnds:
     """The target's frozen ends: embed_VH [V, H], head_VH [V, H] (the same tensor where they are
-    tied) and norm_H [H], all as stored.
+    tied) and norm_H [H], all as stored; with `random_weights` those of `random_model`.
 
     Raises ConfigError where the files lack them or have other shapes.
     """
+    if random_weights:
+        from .random_target import random_ends
+
+        return random_ends(arch, dtype, device)
     files = tensor_files(Path(directory))
 
     def read(names: tuple[str, ...], what: str) -> torch.Tensor:
