@@ -13,6 +13,7 @@ import argparse
 import gc
 import itertools
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -28,22 +29,33 @@ from dflash.anchors import documents, hash_keys, sample_anchors, valid_anchors
 from dflash.arch import DrafterArch
 from dflash.flex import context_range
 from dflash.model import DFlashDrafter, FrozenEnds
-from dflash.step import DTYPES, Batch, TrainState, train_step
+from dflash.step import DTYPES, Batch, TrainState, draw, masks, train_step
 
+from .load import NEIGHBOURS, Chip, read_chip
 from .shapes import SHAPES, Case, floor_s, step_flop
 
+WARM_UP_S = 2.0
+"""Of steps in a row before any is timed: matmuls run a tenth faster for a second after a pause."""
+LEAST_S = 1.0
+"""Of the timed steps together."""
 
-def random_state(case: Case) -> TrainState:
+
+def random_weights(case: Case) -> tuple[DFlashDrafter, FrozenEnds]:
+    """The same values at every call."""
     torch.manual_seed(0)
     arch, dtype = case.arch, DTYPES[case.config.drafter.dtype]
-    with torch.device("cuda"):
+    with torch.device(case.config.drafter.device):
         drafter = DFlashDrafter(arch).to(dtype)
         for parameter in drafter.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.02)
         embed_VH = torch.empty(arch.vocab_size, arch.hidden_size, dtype=dtype).normal_(std=0.02)
         head_VH = embed_VH if case.tied else torch.empty_like(embed_VH).normal_(std=0.02)
-    return TrainState.around(case.config, drafter, FrozenEnds(embed_VH, head_VH))
+    return drafter, FrozenEnds(embed_VH, head_VH)
+
+
+def random_state(case: Case) -> TrainState:
+    return TrainState.around(case.config, *random_weights(case))
 
 
 def random_batch(case: Case) -> Batch:
@@ -51,8 +63,8 @@ def random_batch(case: Case) -> Batch:
     arch, tokens = case.arch, case.config.ring.max_tokens
     lens = torch.full((-(-tokens // case.document_tokens),), case.document_tokens)
     lens[-1] -= int(lens.sum()) - tokens
-    dtype = DTYPES[case.config.target.dtype]
-    with torch.device("cuda"):
+    dtype, device = DTYPES[case.config.target.dtype], case.config.drafter.device
+    with torch.device(device):
         return Batch(
             all_TF=torch.randn(tokens, arch.num_taps * arch.hidden_size, dtype=dtype),
             vlh_TH=torch.randn(tokens, arch.hidden_size, dtype=dtype)
@@ -60,7 +72,7 @@ def random_batch(case: Case) -> Batch:
             else None,
             ids_T=torch.randint(arch.vocab_size - 1, (tokens,)),
             lm_T=torch.ones(tokens, dtype=torch.bool),
-            lens_D=lens.cuda(),
+            lens_D=lens.to(device),
             pos_T=torch.cat([torch.arange(int(n)) for n in lens]),
             total_tok=torch.tensor(tokens),
         )
@@ -83,7 +95,7 @@ def seen_pairs(arch: DrafterArch, batch: Batch, num_anchors: int, seed: int = 0)
     return total
 
 
-def measure(case: Case, steps: int, kernels: int) -> dict[str, Any]:
+def measure(case: Case, steps: int, kernels: int, beside: list[str]) -> dict[str, Any]:
     config, arch = case.config, case.arch
     state, batch = random_state(case), random_batch(case)
     torch.cuda.reset_peak_memory_stats()
@@ -93,13 +105,9 @@ def measure(case: Case, steps: int, kernels: int) -> dict[str, Any]:
     torch.cuda.synchronize()
     first_s = time.monotonic() - start_s
 
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    marks[0].record()
-    for seq in range(steps):
-        train_step(state, batch, seq=seq, pass_idx=1)
-        marks[seq + 1].record()
-    torch.cuda.synchronize()
-    times = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+    estimate_s = statistics.median(time_steps(state, batch, 3)[0])
+    time_steps(state, batch, math.ceil(WARM_UP_S / estimate_s))
+    times, chips = time_steps(state, batch, max(steps, math.ceil(LEAST_S / estimate_s)))
     step_s = statistics.median(times)
 
     start_s = time.monotonic()
@@ -110,6 +118,7 @@ def measure(case: Case, steps: int, kernels: int) -> dict[str, Any]:
     figures = state.metrics.read()
     floor = floor_s(arch, config, flop)
     launches, table = count_kernels(state, batch, kernels)
+    peak_gib = torch.cuda.max_memory_allocated() / 2**30
     return {
         "bench": "drafter",
         "gpu": torch.cuda.get_device_name(),
@@ -126,16 +135,60 @@ def measure(case: Case, steps: int, kernels: int) -> dict[str, Any]:
         "tflop_per_s": flop / step_s / 1e12,
         "floor_s": floor,
         "share_of_floor": floor / step_s,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "peak_gib": peak_gib,
         "launches": launches,
         "host_s": host_s,
         "syncs": count_syncs(state, batch),
         "first_steps_s": first_s,
+        "masks_s": time_masks(state, batch),
+        **{f"step_s_beside_{name}": time_beside(state, batch, name, len(times)) for name in beside},
+        "sm_mhz": statistics.median(chip.sm_mhz for chip in chips) if chips else None,
+        "watt": statistics.median(chip.watt for chip in chips) if chips else None,
         "kernels_ms": table,
         "loss_value": figures["loss"],
         "grad_norm": figures["grad_norm"],
         "skipped": figures["skipped"],
     }
+
+
+def time_steps(state: TrainState, batch: Batch, steps: int) -> tuple[list[float], list[Chip]]:
+    """Seconds on the GPU of each of `steps` steps in a row, and how the chip ran once the host had
+    launched them all."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    marks[0].record()
+    for seq in range(steps):
+        train_step(state, batch, seq=seq, pass_idx=1)
+        marks[seq + 1].record()
+    chips = []
+    while not marks[-1].query():
+        chips.append(read_chip())
+    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)], chips
+
+
+def time_beside(state: TrainState, batch: Batch, neighbour: str, steps: int) -> float:
+    with NEIGHBOURS[neighbour]():
+        return statistics.median(time_steps(state, batch, steps)[0])
+
+
+def time_masks(state: TrainState, batch: Batch, replays: int = 20) -> float:
+    """Seconds of making a step's masks, by themselves as one graph."""
+    drawn = draw(batch, state.inputs, state.config.num_anchors, state.drafter.arch)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        masks(state, batch.lens_D, drawn)
+    with torch.cuda.graph(graph, stream=stream):
+        kept = masks(state, batch.lens_D, drawn)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    del kept
+    return start.elapsed_time(end) / 1e3 / replays
 
 
 def count_kernels(state: TrainState, batch: Batch, top: int) -> tuple[int, dict[str, float]]:
@@ -178,6 +231,9 @@ COLUMNS = {
     "host_s": "{:.4f}",
     "syncs": "{}",
     "first_steps_s": "{:.0f}",
+    "masks_s": "{:.6f}",
+    "sm_mhz": "{}",
+    "watt": "{}",
 }
 
 
@@ -189,7 +245,14 @@ def main() -> None:
     parser.add_argument(
         "--mode", nargs="+", choices=["eager", "compiled", "graph"], default=["graph"]
     )
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10, help="timed, at least")
+    parser.add_argument(
+        "--beside",
+        nargs="+",
+        choices=NEIGHBOURS,
+        default=[],
+        help="time it again beside a busy thread of this process, or busy processes on all cores",
+    )
     parser.add_argument("--kernels", type=int, default=0, help="show so many kernels' times")
     parser.add_argument("--json", type=Path, help="write all measurements there")
     args = parser.parse_args()
@@ -204,10 +267,12 @@ def main() -> None:
             if name is None
             else SHAPES[name].case(name, loss, mode)
         )
-        found.append(measure(case, args.steps, args.kernels))
+        found.append(measure(case, args.steps, args.kernels, args.beside))
         for kernel, ms in found[-1]["kernels_ms"].items():
             print(f"{ms:9.3f} ms  {kernel}")
         print(" ".join(f"{k}={v.format(found[-1][k])}" for k, v in COLUMNS.items()))
+        for name in args.beside:
+            print(f"beside busy {name}: {found[-1][f'step_s_beside_{name}']:.4f} s")
         torch.compiler.reset()  # a function is compiled for at most 8 sets of shapes
         gc.collect()
         torch.cuda.empty_cache()

@@ -5,7 +5,7 @@ Ceilings of one H200, measured: 790 TFLOP/s (an 8192^3 bf16 product), 4.3 TB/s (
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dflash.arch import DrafterArch, TargetArch
@@ -52,7 +52,8 @@ class Shapes:
     anchors: int
     block: int
     window: int | None = None
-    """4 sliding layers and a full one; None: 5 full layers."""
+    """Of 4 sliding layers, or all 5; None: 5 full layers."""
+    last_slides: bool = False
     tied: bool = False
 
     def case(self, name: str, loss: str, mode: str) -> Case:
@@ -78,6 +79,7 @@ class Shapes:
         return Case(name, config, self.arch(), self.document_tokens, self.tied)
 
     def arch(self) -> DrafterArch:
+        kinds = {True: "sliding_attention", False: "full_attention"}
         slides = self.window is not None
         return DrafterArch(
             num_layers=5,
@@ -90,8 +92,7 @@ class Shapes:
             rope_theta=1e6,
             max_position_embeddings=32768,
             attention_bias=False,
-            layer_types=("sliding_attention" if slides else "full_attention",) * 4
-            + ("full_attention",),
+            layer_types=(kinds[slides],) * 4 + (kinds[slides and self.last_slides],),
             sliding_window=self.window,
             is_causal=None,
             block_size=self.block,
@@ -102,8 +103,10 @@ class Shapes:
         )
 
 
+_27B = Shapes(5120, 17408, 32, 8, 128, 248320, 49152, 4096, 1024, 32, window=2048)
 SHAPES = {
-    "27b": Shapes(5120, 17408, 32, 8, 128, 248320, 49152, 4096, 1024, 32, window=2048),
+    "27b": _27B,
+    "27b-sliding": replace(_27B, last_slides=True),
     "8b": Shapes(4096, 12288, 32, 8, 128, 151936, 8192, 2048, 512, 16),
     "8b-49k": Shapes(4096, 12288, 32, 8, 128, 151936, 49152, 4096, 1024, 32),
     "smollm2": Shapes(576, 1536, 9, 3, 64, 49152, 4096, 1024, 64, 16, tied=True),

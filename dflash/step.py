@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -114,6 +115,12 @@ class TrainState:
         """The function, compiled unless the mode is eager."""
         return function if self.config.step_mode == "eager" else _compiled(function)
 
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """An NVTX range around the launches of a part of the step (of its capture, in mode
+        graph)."""
+        on_gpu = self.inputs.is_cuda
+        return torch.cuda.nvtx.range(f"step: {name}") if on_gpu else nullcontext()
+
     @property
     def slot(self) -> int:
         """t: which of the trainer's slots the next step reads. Its seq is t * world + rank."""
@@ -186,9 +193,11 @@ def capture(state: TrainState, batch: Batch, warm_ups: int = 2) -> Captured:
 def run_step(state: TrainState, batch: Batch) -> Tensor:
     """The part that a CUDA graph captures: reads and writes device tensors only."""
     loss, sums = forward_loss(state, batch)
-    state.optimizer.gradients(loss)
-    norm, skipped = state.optimizer.step(skip=(sums["weight"] == 0) | state.dry)
-    return state.piece(_count)(state.metrics, sums, norm, skipped)
+    with state.part("backward"):
+        state.optimizer.gradients(loss)
+    with state.part("optimizer"):
+        norm, skipped = state.optimizer.step(skip=(sums["weight"] == 0) | state.dry)
+        return state.piece(_count)(state.metrics, sums, norm, skipped)
 
 
 def _count(metrics: Metrics, sums: dict[str, Tensor], norm: Tensor, skipped: Tensor) -> Tensor:
@@ -206,11 +215,14 @@ def forward_loss(state: TrainState, batch: Batch) -> tuple[Tensor, dict[str, Ten
     drafter, ends, config = state.drafter, state.ends, state.config
     block = drafter.arch.block_size
 
-    drawn = state.piece(draw)(batch, state.inputs, config.num_anchors, drafter.arch)
-    masks = _masks(state, batch.lens_D, drawn)
-    ctx_kv = state.piece(see_context)(drafter, batch.all_TF, drawn)
-    ids_U = torch.cat((drawn.ids_Q[::block], drawn.ids_Q[1:2]))
-    hidden_RH = drafter.blocks(ends.embed(ids_U), drawn.pos_Q, ctx_kv, masks)
+    with state.part("anchors and masks"):
+        drawn = state.piece(draw)(batch, state.inputs, config.num_anchors, drafter.arch)
+        allowed = masks(state, batch.lens_D, drawn)
+    with state.part("context"):
+        ctx_kv = state.piece(see_context)(drafter, batch.all_TF, drawn)
+    with state.part("blocks"):
+        ids_U = torch.cat((drawn.ids_Q[::block], drawn.ids_Q[1:2]))
+        hidden_RH = drafter.blocks(ends.embed(ids_U), drawn.pos_Q, ctx_kv, allowed)
 
     target = None
     if config.train.loss == "kl":
@@ -218,10 +230,11 @@ def forward_loss(state: TrainState, batch: Batch) -> tuple[Tensor, dict[str, Ten
         # The target's distribution of token a+k stands at a+k-1. Masked slots read row 0, which is
         # never stale.
         target = TargetStates(batch.vlh_TH, (drawn.at_AJ - 1).clamp_min(0).flatten())
-    rows = (head_loss_full if state.plain else head_loss)(
-        hidden_RH, ends.head_VH, drawn.label_AJ.flatten(), target, ends.logit_softcap
-    )
-    return state.piece(score)(rows.loss_R, rows.nll_R, rows.rank_R, batch, drawn, config)
+    with state.part("head"):
+        rows = (head_loss_full if state.plain else head_loss)(
+            hidden_RH, ends.head_VH, drawn.label_AJ.flatten(), target, ends.logit_softcap
+        )
+        return state.piece(score)(rows.loss_R, rows.nll_R, rows.rank_R, batch, drawn, config)
 
 
 class Drawn(NamedTuple):
@@ -274,7 +287,7 @@ def score(
     return total / weight.clamp_min(torch.finfo(weight.dtype).tiny), sums
 
 
-def _masks(state: TrainState, lens_D: Tensor, drawn: Drawn) -> dict[Kind, Mask]:
+def masks(state: TrainState, lens_D: Tensor, drawn: Drawn) -> dict[Kind, Mask]:
     arch, doc_T, anchors = state.drafter.arch, drawn.doc_T, drawn.anchors
     kinds, block = layer_kinds(arch), arch.block_size
     if state.plain:

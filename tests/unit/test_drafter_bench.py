@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
+import psutil
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.load import NEIGHBOURS
 from benchmarks.shapes import SHAPES, Case, Shapes, floor_s, step_flop
 from dflash.model import DFlashDrafter, FrozenEnds
 from dflash.step import Batch, TrainState, forward_loss
@@ -66,3 +71,21 @@ def test_the_floor_grows_with_the_target_pass_of_kl(name: str) -> None:
         flop = step_flop(case.arch, case.config, 1e6)
         floors.append(floor_s(case.arch, case.config, flop))
     assert floors[0] < floors[1] < 1.5 * floors[0]
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_a_busy_neighbour_is_there_inside_the_block_alone(name: str) -> None:
+    def alive() -> int:
+        return len(psutil.Process().children()) + threading.active_count()
+
+    before = alive()
+    with NEIGHBOURS[name]():
+        assert alive() == before + {"thread": 1, "cores": os.cpu_count()}[name]
+    assert alive() == before
+
+
+def test_a_case_slides_in_all_layers_or_in_all_but_the_last() -> None:
+    types = {name: SHAPES[name].arch().layer_types for name in ("27b", "27b-sliding", "8b")}
+    sliding, full = "sliding_attention", "full_attention"
+    assert types["27b"] == (sliding,) * 4 + (full,)
+    assert types["27b-sliding"] == (sliding,) * 5 and types["8b"] == (full,) * 5
