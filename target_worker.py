@@ -26,6 +26,7 @@ from dflash.outbox import Leaving, Outbox
 from dflash.plan import Plan
 from dflash.prepare import Prepared
 from dflash.slot import slot_views, write_documents
+from dflash.spans import Spans
 from dflash.step import DTYPES
 from dflash.target import CaptureError, Target
 from launcher import child
@@ -42,8 +43,7 @@ def run(run_dir: Path, rank: int) -> None:
     prepared = Prepared.from_json((run_dir / "prepared.json").read_text())
     torch.set_num_threads(config.target.threads)
     torch.set_grad_enabled(False)
-    target_arch = TargetArch.read(prepared.target_dir)
-    arch = DrafterArch.build(config, target_arch, prepared.mask_token_id)
+    arch = DrafterArch.build(config, TargetArch.read(prepared.target_dir), prepared.mask_token_id)
     dataset = Dataset.load(prepared.dataset)
     plan = Plan(
         dataset.lengths,
@@ -51,14 +51,7 @@ def run(run_dir: Path, rank: int) -> None:
         max_tokens=config.ring.max_tokens,
         max_docs=config.ring.max_docs,
     )
-    target = Target.load(
-        prepared.target_dir,
-        target_arch,
-        taps=arch.taps,
-        dtype=DTYPES[config.target.dtype],
-        device=config.target.device,
-        micro_batch_tokens=config.target.micro_batch_tokens,
-    )
+    target = load_target(config, prepared, arch)
     try:
         target.self_test([dataset.document(int(doc))[0] for doc in plan.slot(0)[:3]])
     except CaptureError as error:
@@ -73,8 +66,10 @@ def run(run_dir: Path, rank: int) -> None:
         fields=slot_fields(config, arch),
         verify=config.ring.verify,
     )
+    trace = run_dir / "trace" / f"target_{rank}.json" if config.run.trace else None
+    spans = Spans(trace, config.target.device)
     filler = (StagedFiller if target.device.type == "cuda" else PageFiller)(
-        ring, target, config, arch
+        ring, target, config, arch, spans
     )
     child.ready(f"{config.target.dtype} on {config.target.device}, capture self-test passed")
     try:
@@ -83,8 +78,21 @@ def run(run_dir: Path, rank: int) -> None:
             filler.fill(lease, names, [dataset.document(name) for name in names])
     finally:
         filler.finish()
+        spans.close()
     ring.leave()
     log.info("the run is over; waited %.1f s for free slots", ring.waited_s)
+
+
+def load_target(config: Config, prepared: Prepared, arch: DrafterArch) -> Target:
+    return Target.load(
+        prepared.target_dir,
+        TargetArch.read(prepared.target_dir),
+        taps=arch.taps,
+        dtype=DTYPES[config.target.dtype],
+        device=config.target.device,
+        micro_batch_tokens=config.target.micro_batch_tokens,
+        random_weights=config.target.random_weights,
+    )
 
 
 Documents = list[tuple[np.ndarray, np.ndarray]]
@@ -94,18 +102,26 @@ Documents = list[tuple[np.ndarray, np.ndarray]]
 class PageFiller:
     """On a CPU: the forward writes into the ring's own pages."""
 
-    def __init__(self, ring: RingWriter, target: Target, config: Config, arch: DrafterArch) -> None:
+    def __init__(
+        self, ring: RingWriter, target: Target, config: Config, arch: DrafterArch, spans: Spans
+    ) -> None:
         self.ring, self.target, self.config, self.arch = ring, target, config, arch
+        self.spans = spans
 
     def claim(self) -> WriteLease | None:
         """The next slot to fill; None when the run is over. Blocks; raises Stopped."""
-        return self.ring.claim(stop=child.stop_requested)
+        since_s = time.monotonic()
+        lease = self.ring.claim(stop=child.stop_requested)
+        self.spans.waited("free slot", since_s, None if lease is None else lease.seq)
+        return lease
 
     def fill(self, lease: WriteLease, names: list[int], documents: Documents) -> None:
         slot = slot_views(lease.buffer, self.config, self.arch)
         total_tok = write_documents(slot, documents)
         ids = [ids for ids, _ in documents]
+        mark = self.spans.begin("forward")
         self.target.capture(ids, slot.all_TF, slot.vlh_TH, beat=self.ring.beat)
+        self.spans.end(mark, lease.seq)
         states = (slot.all_TF,) if slot.vlh_TH is None else (slot.all_TF, slot.vlh_TH)
         finite = all(bool(state[:total_tok].isfinite().all()) for state in states)
         publish(self.ring, lease, names, total_tok, finite=finite)
@@ -128,8 +144,11 @@ class StagedFiller:
     """On a GPU: the host queues the forward of a slot while the one before it is computed and
     copied to its page-locked pages, and waits only for a free slot and for a finished copy."""
 
-    def __init__(self, ring: RingWriter, target: Target, config: Config, arch: DrafterArch) -> None:
+    def __init__(
+        self, ring: RingWriter, target: Target, config: Config, arch: DrafterArch, spans: Spans
+    ) -> None:
         self.ring, self.target, self.config, self.arch = ring, target, config, arch
+        self.spans = spans
         log.info("%s", pin(ring))
         self.outbox: Outbox | None = None
         self.leaving: Underway | None = None
@@ -137,22 +156,30 @@ class StagedFiller:
     def claim(self) -> WriteLease | None:
         """As PageFiller's. A slot that arrives meanwhile is published."""
         while True:
+            since_s = time.monotonic()
             try:
-                return self.ring.claim(stop=lambda: child.stop_requested() or self._arrived())
+                lease = self.ring.claim(stop=lambda: child.stop_requested() or self._arrived())
             except Stopped:
+                self.spans.waited("free slot", since_s)
                 if child.stop_requested():
                     raise
                 self._publish()
+            else:
+                self.spans.waited("free slot", since_s, None if lease is None else lease.seq)
+                return lease
 
     def fill(self, lease: WriteLease, names: list[int], documents: Documents) -> None:
         slot = slot_views(lease.buffer, self.config, self.arch)
         total_tok = write_documents(slot, documents)
         sums = self._host_sums(lease, total_tok)
-        self.outbox = self.outbox or Outbox(slot, self.target.device)
+        self.outbox = self.outbox or Outbox(slot, self.target.device, self.spans)
         ids = [ids for ids, _ in documents]
-        self.target.capture(ids, *self.outbox.states(), beat=self._beat)
+        states = self.outbox.states()
+        mark = self.spans.begin("forward")
+        self.target.capture(ids, *states, beat=self._beat)
+        self.spans.end(mark, lease.seq)
         self._publish()
-        copy = self.outbox.send(slot, total_tok)
+        copy = self.outbox.send(slot, total_tok, lease.seq)
         self.leaving = Underway(lease, names, total_tok, sums, copy)
 
     def finish(self) -> None:
@@ -172,9 +199,11 @@ class StagedFiller:
         if self.leaving is None:
             return
         (lease, names, total_tok, host_sums, copy), self.leaving = self.leaving, None
+        since_s = time.monotonic()
         while not copy.arrived():
             self.ring.beat()
             time.sleep(0.001)
+        self.spans.waited("copy", since_s, lease.seq)
         sums = [*copy.sums, *host_sums] if self.config.ring.verify else None
         publish(self.ring, lease, names, total_tok, finite=copy.finite, sums=sums)
 

@@ -1,7 +1,7 @@
 """A slot's states on their way from the GPU to its pages, under the forward of the next slot.
 
     all_TF, vlh_TH = outbox.states()             # the compute stream fills these
-    leaving = outbox.send(slot, total_tok)       # sums of them, then a copy on the outbox's stream
+    leaving = outbox.send(slot, total_tok, seq)  # sums of them, then a copy on the outbox's stream
     leaving.arrived()                            # does not wait; then leaving.sums, leaving.finite
 
 Two buffers: one leaves while the other is filled. Only rows before total_tok cross the bus.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .feed import byte_sum
+from .spans import COPY, Spans
 from .step import Batch
 
 
@@ -43,7 +44,7 @@ class Leaving:
 
 
 class Outbox:
-    def __init__(self, like: Batch, device: torch.device | str) -> None:
+    def __init__(self, like: Batch, device: torch.device | str, spans: Spans) -> None:
         """`like`: a slot's tensors, for their shapes and dtypes."""
         states = [x for x in (like.all_TF, like.vlh_TH) if x is not None]
         self._buffers = [
@@ -58,7 +59,7 @@ class Outbox:
         ]
         self._copied = [torch.cuda.Event(), torch.cuda.Event()]
         self._stream = torch.cuda.Stream()
-        self._turn = 0
+        self._turn, self._spans = 0, spans
 
     def states(self) -> tuple[Tensor, Tensor | None]:
         """(all_TF, vlh_TH) of the next slot: what is launched from now on may write there."""
@@ -66,7 +67,7 @@ class Outbox:
         all_TF, *vlh_TH = self._buffers[self._turn]
         return all_TF, vlh_TH[0] if vlh_TH else None
 
-    def send(self, slot: Batch, total_tok: int) -> Leaving:
+    def send(self, slot: Batch, total_tok: int, seq: int) -> Leaving:
         """Queues the copy of what was launched since `states`. The Leaving of the call before last
         must have been read."""
         turn, self._turn = self._turn, 1 - self._turn
@@ -76,12 +77,14 @@ class Outbox:
         )
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
+            mark = self._spans.begin("d2h", COPY)
             pages = (x for x in (slot.all_TF, slot.vlh_TH) if x is not None)
             for page, state in zip(pages, valid, strict=True):
                 page[:total_tok].copy_(state, non_blocking=True)
             self._facts[turn].copy_(facts, non_blocking=True)
             facts.record_stream(self._stream)
             self._copied[turn].record()
+            self._spans.end(mark, seq)
         return Leaving(self._copied[turn], self._facts[turn])
 
 

@@ -30,6 +30,7 @@ from .arch import TargetArch
 from .config import ConfigError
 from .fast_layers import FastLayers, has_fla
 from .model import FrozenEnds
+from .random_target import random_model
 from .target_files import load_ends, resolve_target
 
 __all__ = ["CaptureError", "MicroBatch", "Target", "load_ends", "micro_batches", "resolve_target"]
@@ -112,7 +113,7 @@ class Target:
     ) -> None:
         assert list(taps) == sorted(set(taps)), "taps must rise"
         self.model, self.arch, self.taps, self.directory = model, arch, tuple(taps), directory
-        self.micro_batch_tokens = micro_batch_tokens
+        self.micro_batch_tokens, self.random_weights = micro_batch_tokens, False
         self.backbone = text_backbone(model)
         self.layers = decoder_layers(self.backbone, arch)
         self.cache_name = cache_argument(self.backbone)
@@ -149,37 +150,22 @@ class Target:
         dtype: torch.dtype,
         device: str | torch.device = "cpu",
         micro_batch_tokens: int = 2048,
+        random_weights: bool = False,
     ) -> Target:
-        """The model of an HF directory, in eval mode, straight onto `device`.
+        """The model of an HF directory, in eval mode, straight onto `device`. random_weights: its
+        config.json alone, for benchmarks.
 
         Raises ConfigError: not a causal LM that transformers knows, or taps outside it.
         """
-        from transformers import AutoModelForCausalLM
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()  # a worker's stderr is a log file
-        device = torch.device(device)
-        # To a GPU shard by shard, past the host's memory; that needs `accelerate`.
-        place = None if device.type == "cpu" else {"": device}
-        try:
-            # dtype here, not .to(dtype): that would also round the rotary frequencies.
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map=place)
-        except ImportError as error:
-            raise ConfigError(
-                f"target.model: loading onto a GPU needs a package: "
-                f"{' '.join(str(error).split())[:200]}: pip install 'dflash-ring[gpu]'"
-            ) from None
-        except (ValueError, KeyError, OSError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise ConfigError(
-                f"target.model: {directory}: not loadable as a causal LM: {reason}"
-            ) from None
-        model = model.eval().requires_grad_(False)
-        return cls(model, arch, taps, Path(directory), micro_batch_tokens)
+        load = random_model if random_weights else load_model
+        model = load(directory, dtype, device).eval().requires_grad_(False)
+        target = cls(model, arch, taps, Path(directory), micro_batch_tokens)
+        target.random_weights = random_weights
+        return target
 
     def ends(self) -> FrozenEnds:
         """The embedding, head and norm that the drafter uses, read from the files."""
-        return load_ends(self.directory, self.arch, self.dtype, self.device)
+        return load_ends(self.directory, self.arch, self.dtype, self.device, self.random_weights)
 
     @torch.inference_mode()
     def capture(
@@ -272,6 +258,31 @@ class Target:
         from .self_test import self_test
 
         self_test(self, documents)
+
+
+def load_model(directory: str | Path, dtype: torch.dtype, device: str | torch.device) -> Any:
+    """The causal LM of an HF directory. Raises ConfigError."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # a worker's stderr is a log file
+    device = torch.device(device)
+    # To a GPU shard by shard, past the host's memory; that needs `accelerate`.
+    place = None if device.type == "cpu" else {"": device}
+    try:
+        # dtype here, not .to(dtype): that would also round the rotary frequencies.
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map=place)
+    except ImportError as error:
+        raise ConfigError(
+            f"target.model: loading onto a GPU needs a package: "
+            f"{' '.join(str(error).split())[:200]}: pip install 'dflash-ring[gpu]'"
+        ) from None
+    except (ValueError, KeyError, OSError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"target.model: {directory}: not loadable as a causal LM: {reason}"
+        ) from None
+    return model
 
 
 def scatter(

@@ -1,0 +1,294 @@
+"""The target's half on a GPU: tokens per second through the forward, and into the ring's slots.
+
+    python -m benchmarks.target CONFIG [SECTION.KEY=VALUE ...] [--micro-batch-tokens N ...]
+
+The documents are the config's own, dealt into slots by the run's plan. `forward` runs slots from
+the token ids to the states on the device; `slots` is the target worker's own loop, into a real ring
+that a reader empties: sums, copies and publishing included. `launch.py bench target` is the same
+program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from dflash.arch import DrafterArch, TargetArch
+from dflash.config import Config, ConfigError, load_config
+from dflash.data import Dataset
+from dflash.plan import Plan
+from dflash.prepare import Prepared, prepare
+from dflash.spans import Spans
+from dflash.target import CaptureError, micro_batches
+from launcher.slot import slot_fields
+from shm_ring import RingReader, RingWriter, create, destroy
+from target_worker import StagedFiller, load_target
+
+from .drafter import commit
+from .shapes import FLOP_PER_S
+
+SLOTS = 4
+
+
+class Bench:
+    def __init__(self, config: Config, *, stock: bool) -> None:
+        self.config, self.stock = config, stock
+        self.prepared: Prepared = prepare(config)
+        self.target_arch = TargetArch.read(self.prepared.target_dir)
+        self.arch = DrafterArch.build(config, self.target_arch, self.prepared.mask_token_id)
+        self.dataset = Dataset.load(self.prepared.dataset)
+        ring = config.ring
+        self.plan = Plan(
+            self.dataset.lengths,
+            seed=config.run.seed,
+            max_tokens=ring.max_tokens,
+            max_docs=ring.max_docs,
+        )
+        start_s = time.monotonic()
+        self.target = load_target(config, self.prepared, self.arch)
+        if stock:
+            self.target.fast = None
+        self.load_s = time.monotonic() - start_s
+
+    def documents(self, seq: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [self.dataset.document(int(name)) for name in self.plan.slot(seq)]
+
+    def measure(self, micro_batch_tokens: int, slots: int, kernels: int) -> dict[str, Any]:
+        self.target.micro_batch_tokens = micro_batch_tokens
+        forward = self.forward(slots, kernels)
+        in_slots = self.into_slots(slots)
+        return {
+            "bench": "target",
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "command": "python -m benchmarks.target " + " ".join(sys.argv[1:]),
+            "commit": commit(),
+            "model": self.config.target.model,
+            "random_weights": self.config.target.random_weights,
+            "layers": "stock" if self.target.fast is None else "fast",
+            "vlh": self.config.wants_vlh,
+            "micro_batch_tokens": micro_batch_tokens,
+            "load_s": self.load_s,
+            **forward,
+            **in_slots,
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        }
+
+    def forward(self, slots: int, kernels: int) -> dict[str, Any]:
+        """Of `slots` slots in a row, after two others."""
+        tokens, hidden = self.config.ring.max_tokens, self.arch.hidden_size
+        options: dict[str, Any] = {"dtype": self.target.dtype, "device": "cuda"}
+        all_TF = torch.empty(tokens, self.arch.num_taps * hidden, **options)
+        vlh_TH = torch.empty(tokens, hidden, **options) if self.config.wants_vlh else None
+        ids = [[ids for ids, _ in self.documents(seq)] for seq in range(slots + 2)]
+        start_s = time.monotonic()
+        for docs in ids[:2]:
+            self.target.capture(docs, all_TF, vlh_TH)
+        torch.cuda.synchronize()
+        first_s = time.monotonic() - start_s
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(slots + 1)]
+        marks[0].record()
+        for seq, docs in enumerate(ids[2:]):
+            self.target.capture(docs, all_TF, vlh_TH)
+            marks[seq + 1].record()
+        torch.cuda.synchronize()
+        times = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+        real = [sum(map(len, docs)) for docs in ids[2:]]
+        padded = [
+            sum(
+                len(b.documents) * b.length
+                for b in micro_batches(list(map(len, docs)), self.target.micro_batch_tokens)
+            )
+            for docs in ids[2:]
+        ]
+        flop = sum(self.flop(docs) for docs in ids[2:])
+        with profile(activities=[ProfilerActivity.CUDA]) as prof:
+            if kernels:
+                self.target.capture(ids[2], all_TF, vlh_TH)
+                torch.cuda.synchronize()
+        table = kernel_table(prof, kernels) if kernels else {}
+        return {
+            "forward_s": statistics.median(times),
+            "forward_tok_per_s": sum(real) / sum(times),
+            "tflop_per_s": flop / sum(times) / 1e12,
+            "share_of_matmul_roof": flop / FLOP_PER_S / sum(times),
+            "padding": sum(padded) / sum(real) - 1,
+            "documents_per_slot": statistics.mean(map(len, ids)),
+            "shapes": sorted(
+                {
+                    f"{len(b.documents)}x{b.length}"
+                    for docs in ids
+                    for b in micro_batches(list(map(len, docs)), self.target.micro_batch_tokens)
+                }
+            ),
+            "first_two_slots_s": first_s,
+            "kernels_ms": table,
+        }
+
+    def flop(self, documents: Sequence[np.ndarray]) -> float:
+        """Of the layers that run: their matmuls, and attention's two, of what is not masked."""
+        last = self.arch.num_target_layers if self.config.wants_vlh else self.arch.taps[-1] + 1
+        layers = self.target.layers[:last]
+        tokens, pairs = sum(map(len, documents)), sum(len(ids) ** 2 / 2 for ids in documents)
+        weights, attention = 0.0, 0.0
+        for layer in layers:
+            for name, module in layer.named_modules():
+                if isinstance(module, torch.nn.Linear):
+                    weights += module.weight.numel()
+                elif name.endswith("experts"):
+                    held = sum(p.numel() for p in module.parameters(recurse=False))
+                    weights += (
+                        held / module.num_experts * self.target.backbone.config.num_experts_per_tok
+                    )
+            if hasattr(layer, "self_attn"):
+                attention += 4 * layer.self_attn.o_proj.in_features * pairs
+        return 2 * tokens * weights + attention
+
+    def into_slots(self, slots: int) -> dict[str, Any]:
+        """The target worker's loop; a slot counts when it is published."""
+        config, fields = self.config, slot_fields(self.config, self.arch)
+        path = config.ring.path.with_name(f"{config.ring.path.name}_bench")
+        total = slots + 3
+        create(path, fields, SLOTS, end_seq=total, run_name="bench target")
+        writer = RingWriter(path, "target_0", fields=fields, verify=config.ring.verify)
+        reader = RingReader(path, "reader", fields=fields, verify=False)
+        arrived: list[tuple[float, int]] = []
+
+        def read() -> None:
+            for seq in range(total):
+                lease = reader.take(seq)
+                arrived.append((time.monotonic(), lease.total_tok))
+                reader.done(lease)
+            reader.close_run()
+
+        try:
+            reader.rewind(0)
+            start_s = time.monotonic()
+            filler = StagedFiller(writer, self.target, config, self.arch, Spans(None, "cuda"))
+            pin_s = time.monotonic() - start_s
+            thread = threading.Thread(target=read, daemon=True)
+            thread.start()
+            while (lease := filler.claim()) is not None:
+                names = self.plan.slot(lease.seq).tolist()
+                filler.fill(lease, names, self.documents(lease.seq))
+            filler.finish()
+            thread.join()
+        finally:
+            writer.leave()
+            reader.leave()
+            destroy(path, force=True)
+        # From the third arrival on: the pipeline is full, and every mark is the end of a copy.
+        taken_s = arrived[-1][0] - arrived[2][0]
+        tokens = sum(total_tok for _, total_tok in arrived[3:])
+        nbytes = sum(
+            field.valid_bytes(arrived[-1][1]) for field in fields if field.name in ("all", "vlh")
+        )
+        return {
+            "slots_tok_per_s": tokens / taken_s,
+            "slot_s": taken_s / (len(arrived) - 3),
+            "slot_gb": nbytes / 1e9,
+            "gb_per_s": nbytes * (len(arrived) - 3) / taken_s / 1e9,
+            "copy_s": self.copy_s(),
+            "pin_s": pin_s,
+        }
+
+    def copy_s(self) -> float:
+        """Of one slot's states to page-locked memory, nothing else running."""
+        tokens, hidden = self.config.ring.max_tokens, self.arch.hidden_size
+        here = torch.empty(
+            tokens, self.arch.num_taps * hidden, dtype=self.target.dtype, device="cuda"
+        )
+        there = torch.empty(here.shape, dtype=here.dtype, pin_memory=True)
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        there.copy_(here, non_blocking=True)
+        marks[0].record()
+        there.copy_(here, non_blocking=True)
+        marks[1].record()
+        torch.cuda.synchronize()
+        return marks[0].elapsed_time(marks[1]) / 1e3
+
+
+def kernel_table(prof: Any, top: int) -> dict[str, float]:
+    """Milliseconds of the `top` kernels, matmuls taken together."""
+    found: dict[str, list[float]] = {}
+    for event in prof.key_averages():
+        if event.self_device_time_total > 0:
+            name = "matmuls" if is_matmul(event.key) else event.key[:90]
+            entry = found.setdefault(name, [0.0, 0])
+            entry[0] += event.self_device_time_total / 1e3
+            entry[1] += event.count
+    ranked = sorted(found.items(), key=lambda item: -item[1][0])[:top]
+    return {f"{name} x{int(count)}": ms for name, (ms, count) in ranked}
+
+
+def is_matmul(name: str) -> bool:
+    return any(part in name for part in ("nvjet", "gemm", "cutlass", "cublas"))
+
+
+COLUMNS = {
+    "layers": "{}",
+    "vlh": "{}",
+    "micro_batch_tokens": "{}",
+    "forward_tok_per_s": "{:,.0f}",
+    "slots_tok_per_s": "{:,.0f}",
+    "tflop_per_s": "{:.0f}",
+    "share_of_matmul_roof": "{:.3f}",
+    "padding": "{:.3f}",
+    "slot_s": "{:.3f}",
+    "copy_s": "{:.3f}",
+    "pin_s": "{:.1f}",
+    "load_s": "{:.0f}",
+    "first_two_slots_s": "{:.0f}",
+    "peak_gib": "{:.1f}",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--micro-batch-tokens", type=int, nargs="+", help="instead of the config's")
+    parser.add_argument("--slots", type=int, default=6, help="measured slots")
+    parser.add_argument("--stock", action="store_true", help="transformers' own layers")
+    parser.add_argument("--kernels", type=int, default=0, help="show so many kernels' times")
+    parser.add_argument("--json", type=Path, help="write all measurements there")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("the target's half is measured on a CUDA device, and there is none")
+    try:
+        config = load_config(
+            args.config, [*args.overrides, "target.device=cuda", "drafter.device=cuda"]
+        )
+        bench = Bench(config, stock=args.stock)
+    except ConfigError as error:
+        parser.error(str(error))
+    try:
+        start_s = time.monotonic()
+        bench.target.self_test()
+        print(f"capture self-test passed in {time.monotonic() - start_s:.1f} s")
+    except CaptureError as error:
+        print(f"NOT the model's states: {error}")
+    found = []
+    for tokens in args.micro_batch_tokens or [config.target.micro_batch_tokens]:
+        found.append(bench.measure(tokens, args.slots, args.kernels))
+        for kernel, ms in found[-1]["kernels_ms"].items():
+            print(f"{ms:9.3f} ms  {kernel}")
+        print(" ".join(f"{k}={v.format(found[-1][k])}" for k, v in COLUMNS.items()))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

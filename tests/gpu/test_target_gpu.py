@@ -1,0 +1,157 @@
+"""The target on a GPU: fused layers against the stock ones, and slots that leave while it runs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny_config
+from whole_run import launch, losses, write_config
+
+from dflash import fast_layers as fast
+from dflash.arch import TargetArch
+from dflash.feed import byte_sum
+from dflash.outbox import Outbox
+from dflash.spans import Spans
+from dflash.step import Batch
+from dflash.target import Target
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+TAPS = (0, 2, 3)
+LENGTHS = (200, 130, 130, 64, 33, 5)
+
+
+def save(directory: Path, family: str) -> Path:
+    """Large enough for the kernels: heads of 64."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(family)
+    config.hidden_size, config.intermediate_size, config.head_dim = 256, 512, 64
+    if family == "qwen3_5":
+        config.linear_key_head_dim = config.linear_value_head_dim = 64
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.rand_like(parameter) * 0.5)
+            elif parameter.ndim == 2:
+                parameter.mul_(3)
+    model.save_pretrained(directory)
+    return directory
+
+
+def load(path: Path, dtype: torch.dtype, device: str) -> Target:
+    arch = TargetArch.read(path)
+    return Target.load(path, arch, TAPS, dtype=dtype, device=device, micro_batch_tokens=512)
+
+
+def documents() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 96, (n,), generator=generator) for n in LENGTHS]
+
+
+def capture(target: Target, docs: list[torch.Tensor]) -> torch.Tensor:
+    """[T, (n_taps + 1) * H] on the CPU, float32."""
+    rows, hidden = sum(map(len, docs)), target.arch.hidden_size
+    options = {"dtype": target.dtype, "device": target.device}
+    all_TF = torch.full((rows, len(TAPS) * hidden), torch.nan, **options)
+    vlh_TH = torch.full((rows, hidden), torch.nan, **options)
+    target.capture(docs, all_TF, vlh_TH)
+    return torch.cat((all_TF, vlh_TH), dim=1).float().cpu()
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
+def test_fused_layers_are_as_near_to_float32_as_the_stock_ones(family: str, tmp_path: Path) -> None:
+    path, docs = save(tmp_path, family), documents()
+    exact = capture(load(path, torch.float32, "cpu"), docs)
+    target = load(path, torch.bfloat16, "cuda")
+    assert target.fast is not None
+    target.self_test()
+    fused = capture(target, docs)
+    alone = torch.cat([capture(target, [doc]) for doc in docs])
+    target.fast = None
+    stock = capture(target, docs)
+    print(f"{family}: fused {distance(fused, exact):.2e}, stock {distance(stock, exact):.2e}")
+    assert distance(fused, exact) < 1.25 * distance(stock, exact) < 5e-2
+    assert distance(fused, alone) < 5e-2
+
+
+def test_the_recurrence_kernel_equals_the_torch_one(tmp_path: Path) -> None:
+    pytest.importorskip("fla")
+    target, docs = load(save(tmp_path, "qwen3_5"), torch.bfloat16, "cuda"), documents()
+    assert target.fast is not None and target.fast.recurrence is fast.fla_rule
+    kernel = capture(target, docs)
+    target.fast.recurrence = fast.torch_rule
+    assert distance(kernel, capture(target, docs)) < 2e-2
+
+
+def test_slots_leave_whole_and_in_order_while_the_next_is_made() -> None:
+    """Five slots through two buffers; pages hold each one's rows, sums and finiteness are right."""
+
+    def pages() -> Batch:
+        def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype).pin_memory()
+
+        return Batch(
+            all_TF=zeros(512, 96),
+            vlh_TH=zeros(512, 32),
+            ids_T=zeros(512, dtype=torch.int64),
+            lm_T=zeros(512, dtype=torch.bool),
+            lens_D=zeros(4, dtype=torch.int64),
+            pos_T=zeros(512, dtype=torch.int64),
+            total_tok=zeros(dtype=torch.int64),
+        )
+
+    slots = [pages() for _ in range(5)]
+    outbox = Outbox(slots[0], "cuda", Spans(None, "cuda"))
+    wanted, sent = [], None
+    for seq, slot in enumerate(slots):
+        total_tok = 512 - 37 * seq
+        all_TF, vlh_TH = outbox.states()
+        assert vlh_TH is not None
+        all_TF.copy_(torch.randn(512, 96, device="cuda"))
+        vlh_TH.copy_(torch.randn(512, 32, device="cuda"))
+        if seq == 3:
+            vlh_TH[total_tok - 1, 31] = torch.nan
+        wanted.append((all_TF[:total_tok].cpu(), vlh_TH[:total_tok].cpu()))
+        if sent is not None:
+            sent.wait()
+        sent = outbox.send(slot, total_tok, seq)
+        sent.wait()
+        assert sent.arrived() and sent.finite == (seq != 3)
+        assert sent.sums == [int(byte_sum(x)) % 2**64 for x in wanted[-1]]
+    for slot, (all_TF, vlh_TH) in zip(slots, wanted, strict=True):
+        assert torch.equal(slot.all_TF[: len(all_TF)], all_TF)
+        assert slot.vlh_TH is not None
+        assert torch.equal(slot.vlh_TH[: len(vlh_TH)].view(torch.int16), vlh_TH.view(torch.int16))
+        assert not slot.all_TF[len(all_TF) :].any()
+
+
+@pytest.mark.parametrize("loss", ["ce", "kl"])
+def test_a_whole_run_on_the_gpu_is_the_cpus(tmp_path: Path, loss: str) -> None:
+    """Both halves there, float32: the curves agree to rounding."""
+    curves = []
+    for name, device in (("cpu", {}), ("gpu", {"device": "cuda"})):
+        config = write_config(
+            tmp_path,
+            name,
+            target=device,
+            drafter={"head_dim": 16, **device},
+            step={"mode": "graph"} if device else {},
+            train={"steps": 12, "loss": loss},
+        )
+        launch(tmp_path, "run", config)
+        curves.append(losses(tmp_path, name))
+    for (step_a, *a), (step_b, *b) in zip(*curves, strict=True):
+        assert step_a == step_b
+        assert all(math.isclose(x, y, rel_tol=1e-2) for x, y in zip(a, b, strict=True)), (a, b)
