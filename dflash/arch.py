@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import Config, ConfigError
+from .target_size import count_parameters, layer_width
 
 # Families whose RMSNorm multiplies by (1 + w): a drafter norm copied from theirs must add the 1.
 ZERO_CENTRED_NORMS = ("gemma", "qwen3_5", "qwen3_next")
@@ -51,6 +52,10 @@ class TargetArch:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
+    num_parameters: int
+    """Of the causal LM, all experts included."""
+    layer_width: int
+    """Numbers that one token holds in the widest part of a layer's forward."""
 
     @property
     def zero_centred_norm(self) -> bool:
@@ -89,6 +94,13 @@ class TargetArch:
 
         heads, hidden = need("num_attention_heads"), need("hidden_size")
         model_type = str(text.get("model_type") or outer.get("model_type"))
+        tied = bool(text.get("tie_word_embeddings", outer.get("tie_word_embeddings", True)))
+        try:
+            parameters, width = count_parameters(text, tied), layer_width(text)
+        except (KeyError, IndexError, TypeError) as error:
+            raise ConfigError(
+                f"target.model: its config.json does not fit together: {error!r}"
+            ) from None
         eos = _ids(text.get("eos_token_id", outer.get("eos_token_id"))) + _ids(stops)
         return cls(
             model_type=model_type,
@@ -105,14 +117,14 @@ class TargetArch:
             rms_norm_eps=text.get("rms_norm_eps", 1e-6),
             rope_theta=_rope_theta(text),
             max_position_embeddings=text.get("max_position_embeddings", 32768),
-            tie_word_embeddings=bool(
-                text.get("tie_word_embeddings", outer.get("tie_word_embeddings", True))
-            ),
+            tie_word_embeddings=tied,
             embed_scale=math.sqrt(hidden) if model_type.startswith("gemma") else 1.0,
             logit_softcap=text.get("final_logit_softcapping"),
             bos_token_id=text.get("bos_token_id", outer.get("bos_token_id")),
             eos_token_ids=tuple(dict.fromkeys(eos)),
             pad_token_id=text.get("pad_token_id", outer.get("pad_token_id")),
+            num_parameters=parameters,
+            layer_width=width,
         )
 
 

@@ -51,7 +51,7 @@ def _target(facts: Facts) -> list[str]:
     target = facts.target
     return [
         f"{target.architecture}: {target.num_layers} layers, hidden {target.hidden_size}, "
-        f"vocabulary {target.vocab_size:,}",
+        f"vocabulary {target.vocab_size:,}, {target.num_parameters / 1e9:.2f} B parameters",
         f"taps {', '.join(map(str, facts.arch.taps))} (0-based layers)",
     ]
 
@@ -109,13 +109,15 @@ def _processes(facts: Facts) -> list[str]:
     rows += [
         [place.name, _device(place), str(place.threads), _need(place)] for place in facts.places
     ]
-    if not any(place.gpu for place in facts.places):
+    if not any(place.need for place in facts.places):
         rows = [row[:-1] for row in rows]
     return table(rows, indent="")
 
 
 def _device(place: Place) -> str:
-    return "cpu" if place.gpu is None else f"GPU {place.gpu.index} ({place.gpu.name})"
+    if place.gpu is not None:
+        return f"GPU {place.gpu.index} ({place.gpu.name})"
+    return "cpu" if place.need is None else "cuda: no GPU here"
 
 
 def _need(place: Place) -> str:

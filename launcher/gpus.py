@@ -73,23 +73,17 @@ def visible(gpus: list[Gpu], variable: str | None) -> list[Gpu]:
     return [by_name[name.strip()] for name in variable.split(",") if name.strip() in by_name]
 
 
-def target_params(arch: TargetArch) -> int:
-    """Of a dense model of these shapes."""
-    h = arch.hidden_size
-    q, kv = arch.num_attention_heads * arch.head_dim, arch.num_key_value_heads * arch.head_dim
-    layer = 2 * q * h + 2 * kv * h + 3 * arch.intermediate_size * h + 2 * h
-    ends = arch.vocab_size * h * (1 if arch.tie_word_embeddings else 2)
-    return arch.num_layers * layer + ends
-
-
-def target_need(config: Config, arch: TargetArch, slot_bytes: int) -> Need:
+def target_need(config: Config, arch: TargetArch, slot_bytes: int, longest: int = 0) -> Need:
+    """`longest`: tokens of the longest document, which goes through in one piece."""
     size = DTYPE_BYTES[config.target.dtype]
-    row = 8 * arch.hidden_size + 3 * arch.intermediate_size
+    tokens = max(config.target.micro_batch_tokens, longest)
+    # At the start the self-test holds a second copy of embedding and head.
+    ends = (1 if arch.tie_word_embeddings else 2) * arch.vocab_size * arch.hidden_size
     return Need(
-        weights=target_params(arch) * size,
+        weights=arch.num_parameters * size,
         ends=0,
         slots=2 * slot_bytes,
-        activations=config.target.micro_batch_tokens * row * size,
+        activations=max(tokens * arch.layer_width, ends) * size,
     )
 
 

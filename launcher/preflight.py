@@ -12,9 +12,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash.arch import DrafterArch, TargetArch
+from dflash.arch import DrafterArch, TargetArch, shipped_config
 from dflash.config import Config, ConfigError
-from dflash.prepare import Prepared
+from dflash.prepare import Prepared, random_weights_warning
 from shm_ring import Field, RingError, free_bytes, ring_bytes, snapshot
 
 from .gpus import Gpu, Need, drafter_need, list_gpus, target_need
@@ -30,6 +30,7 @@ class Place:
     name: str
     threads: int
     gpu: Gpu | None
+    """None on CPU, and where the machine has none."""
     need: Need | None
     """Of GPU memory; None on CPU."""
 
@@ -64,7 +65,7 @@ class Facts:
             arch=arch,
             prepared=prepared,
             fields=fields,
-            places=_places(config, target, arch, ring_bytes(fields, 1)),
+            places=_places(config, target, arch, ring_bytes(fields, 1), _longest(prepared)),
             free_tmpfs=free_tmpfs + left,
             free_cgroup=None if free_cgroup is None else free_cgroup + left,
         )
@@ -84,13 +85,16 @@ class Facts:
 
     def warnings(self) -> list[str]:
         """What is possible, but perhaps not meant."""
-        config, lines = self.config, []
+        config, lines = self.config, list[str]()
+        if config.target.random_weights:
+            lines.append(random_weights_warning(config))
         cores, threads = os.cpu_count() or 1, sum(place.threads for place in self.places)
         if threads > cores:
             lines.append(f"{threads} threads on {cores} cores (target.threads, drafter.threads)")
-        if self.prepared is not None and self.prepared.num_heldout < config.eval.prompts:
+        data = self.prepared if config.data.random is None else None
+        if data is not None and data.num_heldout < config.eval.prompts:
             lines.append(
-                f"eval.prompts {config.eval.prompts}: only {self.prepared.num_heldout} "
+                f"eval.prompts {config.eval.prompts}: only {data.num_heldout} "
                 f"conversations are held out (data.heldout {config.data.heldout})"
             )
         if (user := user_of(config.ring.path)) is not None:
@@ -168,7 +172,7 @@ class Facts:
 
 def check_early(config: Config) -> None:
     """What needs no target: ConfigError before minutes go into preparing it."""
-    if not config.data.path.is_file():
+    if config.data.random is None and not config.data.path.is_file():
         raise ConfigError(f"data.path: {config.data.path}: no such file")
     if not config.ring.path.parent.is_dir():
         raise ConfigError(f"ring.path: {config.ring.path.parent}: no such directory")
@@ -184,14 +188,17 @@ def check_early(config: Config) -> None:
 
 
 def refuse_early(config: Config) -> None:
-    """The whole preflight, where the target needs no conversion or download first."""
-    directory = Path(os.path.expanduser(config.target.model))  # noqa: PTH111 - this one never raises
+    """The whole preflight, where the target's shapes are known before conversion or download."""
+    model = config.target.model
+    directory = Path(os.path.expanduser(model))  # noqa: PTH111 - this one never raises
+    if not directory.is_dir():
+        directory = shipped_config(model) or directory
     if (directory / "config.json").is_file():
         Facts.gather(config, directory, None).refuse()
 
 
 def _places(
-    config: Config, target: TargetArch, arch: DrafterArch, slot_bytes: int
+    config: Config, target: TargetArch, arch: DrafterArch, slot_bytes: int, longest: int
 ) -> tuple[Place, ...]:
     on_cuda = "cuda" in (config.target.device, config.drafter.device)
     gpus = list_gpus() if on_cuda else []
@@ -200,14 +207,19 @@ def _places(
         for_targets = gpus[:-1]  # the trainer's own is the last
     places = []
     for rank in range(config.targets):
-        on_gpu = bool(gpus) and config.target.device == "cuda"
-        gpu = for_targets[rank % len(for_targets)] if on_gpu else None
-        need = target_need(config, target, slot_bytes) if on_gpu else None
+        on_gpu = config.target.device == "cuda"
+        gpu = for_targets[rank % len(for_targets)] if on_gpu and gpus else None
+        need = target_need(config, target, slot_bytes, longest) if on_gpu else None
         places.append(Place(f"target_{rank}", config.target.threads, gpu, need))
-    on_gpu = bool(gpus) and config.drafter.device == "cuda"
+    on_gpu = config.drafter.device == "cuda"
     need = drafter_need(config, target, arch, slot_bytes) if on_gpu else None
-    places.append(Place("trainer_0", config.drafter.threads, gpus[-1] if on_gpu else None, need))
+    gpu = gpus[-1] if on_gpu and gpus else None
+    places.append(Place("trainer_0", config.drafter.threads, gpu, need))
     return tuple(places)
+
+
+def _longest(prepared: Prepared | None) -> int:
+    return 0 if prepared is None else prepared.length_quantiles[-1]
 
 
 def _by_gpu(places: tuple[Place, ...]) -> list[tuple[Gpu, int]]:
