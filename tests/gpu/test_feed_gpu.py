@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,17 +88,24 @@ def test_a_refused_page_lock_leaves_no_error(ring: tuple[RingWriter, RingReader]
     torch.zeros(1, device="cuda").add_(1).cpu()
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_a_whole_run_trains_on_the_gpu_as_on_the_cpu(tmp_path: Path, mode: str) -> None:
-    """The real programs; float32, so the curves agree to rounding."""
-    on = {"cpu": {}, "gpu": {"device": "cuda"}}
-    curves = []
-    for name, device in on.items():
-        drafter = {"head_dim": 16, **device}
-        step = {"mode": mode} if device else {}
-        config = write_config(tmp_path, name, drafter=drafter, step=step, train={"steps": 12})
-        launch(tmp_path, "run", config)
-        curves.append(losses(tmp_path, name))
-    for (step_a, *a), (step_b, *b) in zip(*curves, strict=True):
-        assert step_a == step_b
-        assert all(math.isclose(x, y, rel_tol=1e-2) for x, y in zip(a, b, strict=True)), (a, b)
+def test_a_whole_run_trains_on_the_gpu_as_on_the_cpu(tmp_path: Path) -> None:
+    """The real programs; float32, so the curves agree to rounding. The last run measures itself on
+    held-out texts meanwhile."""
+    cuda = {"head_dim": 16, "device": "cuda"}
+    every = {"prompts": 2, "max_new_tokens": 12, "threads": 1, "every": 6}
+    runs: dict[str, dict[str, dict[str, Any]]] = {
+        "cpu": {"drafter": {"head_dim": 16}},
+        "eager": {"drafter": cuda, "step": {"mode": "eager"}},
+        "graph": {"drafter": cuda, "step": {"mode": "graph"}},
+        "walks": {"drafter": cuda, "step": {"mode": "graph"}, "eval": every},
+    }
+    for name, sections in runs.items():
+        launch(tmp_path, "run", write_config(tmp_path, name, train={"steps": 12}, **sections))
+    want = losses(tmp_path, "cpu")
+    for name in ("eager", "graph", "walks"):
+        for (step_a, *a), (step_b, *b) in zip(losses(tmp_path, name), want, strict=True):
+            assert step_a == step_b
+            assert all(math.isclose(x, y, rel_tol=1e-2) for x, y in zip(a, b, strict=True)), name
+    lines = (tmp_path / "runs/walks/metrics.jsonl").read_text().splitlines()
+    walks = {row["step"]: row["tau_walk"] for row in map(json.loads, lines) if "tau_walk" in row}
+    assert [*walks] == [6, 12] and all(1 <= tau <= 4 for tau in walks.values())
