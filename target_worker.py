@@ -71,7 +71,9 @@ def run(run_dir: Path, rank: int) -> None:
     filler = (StagedFiller if target.device.type == "cuda" else PageFiller)(
         ring, target, config, arch, spans
     )
-    child.ready(f"{config.target.dtype} on {config.target.device}, capture self-test passed")
+    random = "RANDOM WEIGHTS, " if config.target.random_weights else ""
+    where = f"{config.target.dtype} on {config.target.device}"
+    child.ready(f"{random}{where}, capture self-test passed")
     try:
         while (lease := filler.claim()) is not None:
             names = plan.slot(lease.seq).tolist()

@@ -28,6 +28,10 @@ from .plan import Plan
 AUDIT_CHARACTERS = 700
 QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 BARS = " ▁▂▃▄▅▆▇█"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
+    "spiece.model", "tekken.json",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,11 @@ def _tokenizer(config: Config, target_dir: Path) -> Any:
 def load_tokenizer(target_dir: Path) -> Any:
     from transformers import AutoTokenizer
 
+    if not any((target_dir / name).exists() for name in TOKENIZER_FILES):
+        # transformers would make an empty one of the model's type
+        raise ConfigError(
+            f"target.model: {target_dir}: no usable tokenizer: it has no files of one"
+        )
     try:
         return AutoTokenizer.from_pretrained(target_dir)
     except (OSError, ValueError, LookupError, TypeError) as error:  # also where a key is missing

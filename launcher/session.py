@@ -197,8 +197,11 @@ def run_argument(run: RunDir) -> str:
 
 def _complete_text(run: RunDir, config: Config) -> str:
     name, steps = run_argument(run), config.train.steps
+    complete = f"run {run.name} is complete ({steps} of {steps} steps)"
+    if config.target.random_weights:
+        return f"{complete}\n  a benchmark (target.random_weights): nothing to eval or export"
     return (
-        f"run {run.name} is complete ({steps} of {steps} steps)\n"
+        f"{complete}\n"
         f"  eval   {command_name()} eval {name}\n"
         f"  export {command_name()} export {name} --to exports/{run.name}"
     )
