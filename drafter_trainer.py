@@ -181,7 +181,7 @@ class CopiedSlots:
         self.spans.waited("ready slot", since_s, seq)
         views = slot_views(self.coming.buffer, self.config, self.arch)
         self.feed = self.feed or Feed(views, self.config.drafter.device, self.spans)
-        self.feed.start(views, self.coming.total_tok)
+        self.feed.start(views, self.coming.total_tok, seq)
 
     def _arrived(self) -> bool:
         """Waits for the copy and lets go of the slot. False: not the bytes that were sealed."""

@@ -1,6 +1,6 @@
 """A slot's way onto the GPU, under the step that runs.
 
-    feed.start(slot, total_tok)      # copy stream: host pages -> staging, and the sums of what came
+    feed.start(slot, total_tok, seq) # copy stream: host pages -> staging, and the sums of what came
     sums = feed.wait()               # the host's one wait; then the slot may be given back
     feed.load()                      # compute stream: staging -> feed.batch, before the next step
 
@@ -42,14 +42,15 @@ class Feed:
         self._sums = torch.zeros(len(FIELDS), dtype=torch.int64).pin_memory()
         self._total_tok = 0
 
-    def start(self, slot: Batch, total_tok: int) -> None:
-        """Begins the copy. The slot's pages must stay as they are until `wait` returns."""
+    def start(self, slot: Batch, total_tok: int, seq: int | None = None) -> None:
+        """Begins the copy. The slot's pages must stay as they are until `wait` returns. `seq` is
+        for the trace."""
         self._total_tok = total_tok
         self._stream.wait_event(self._loaded)
         with torch.cuda.stream(self._stream):
             mark = self._spans.begin("h2d", COPY)
             _copy_prefix(self._staging, slot, total_tok)
-            self._spans.end(mark)
+            self._spans.end(mark, seq)
             sums = [byte_sum(part) for part in _prefixes(self._staging, total_tok)]
             self._sums[: len(sums)].copy_(torch.stack(sums), non_blocking=True)
             self._arrived.record()

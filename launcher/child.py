@@ -25,6 +25,9 @@ from shm_ring import RingError, Stopped
 
 NOTIFY_FD = "DFLASH_RING_NOTIFY_FD"
 """Environment variable: the write end of the launcher's pipe, lines `READY text`, `ERROR text`."""
+HOLD = "DFLASH_RING_HOLD"
+"""Environment variable: whoever sets it wants the half stopped (SIGSTOP) at READY, before it has
+touched a slot, and will continue it: `bench pipeline` measures the halves one by one."""
 DONE, FAILED, USER_ERROR, STOPPED = 0, 1, 2, 3
 PR_SET_NAME = 15
 
@@ -55,6 +58,8 @@ def ready(text: str = "") -> None:
     """Tell the launcher that this half can work. `text`: one line to show beside its name."""
     log.info("READY %s", text)
     _notify(f"READY {text}")
+    if HOLD in os.environ:
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def stop_requested() -> bool:
