@@ -128,7 +128,7 @@ def test_a_step_of_compiled_pieces_equals_the_eager_one(
         grid = flex.Grid(len(drawn.doc_T), len(anchors.valid_A), arch.block_size, 2)
         return step.flex_masks(state, lens_D, anchors, grid, layer_kinds(arch))
 
-    monkeypatch.setattr(step, "_masks", on_a_gpu)
+    monkeypatch.setattr(step, "masks", on_a_gpu)
     got = [step.train_step(pieces, make_batch(), seq=s, pass_idx=0) for s in range(3)]
     step._compiled.cache_clear()
     for a, b in zip(want, got, strict=True):
