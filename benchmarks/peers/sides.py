@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -27,10 +28,11 @@ from torch import Tensor
 
 from dflash.step import Batch, Drawn, draw, train_step
 
-from ..drafter import commit, random_batch, random_state
+from ..drafter import LEAST_S, WARM_UP_S, commit, random_batch, random_state
 from ..shapes import Case, Shapes
 
 WARM_UPS = 3
+"""Steps that compile; then as many as warm the chip."""
 LEFT_OVER_BYTES = 256 * 2**20
 """What may be allocated between sides: the libraries' workspaces."""
 
@@ -175,8 +177,11 @@ def take_turn(make: Callable[[], Side], steps: int) -> Turn:
     left_gib = free_the_last_side()
     start_s = time.monotonic()
     side = make()
-    side.run(WARM_UPS)
+    step_s = side.run(WARM_UPS)[-1]
     first_s = time.monotonic() - start_s
+    if on_gpu:
+        side.run(math.ceil(WARM_UP_S / step_s))
+        steps = max(steps, math.ceil(LEAST_S / step_s))
     if on_gpu and not side.keeps_a_pool:
         torch.cuda.reset_peak_memory_stats()
     times_s = side.run(steps)
@@ -286,7 +291,7 @@ def tiny_case(loss: str, shapes: Shapes = TINY) -> Case:
 
 def options(what: str) -> ArgumentParser:
     parser = ArgumentParser(description=what)
-    parser.add_argument("--steps", type=int, default=3, help="timed steps a turn")
+    parser.add_argument("--steps", type=int, default=3, help="timed in a turn, at least")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each side")
     parser.add_argument("--tiny", action="store_true", help="a dry run on a CPU, at tiny shapes")
     parser.add_argument("--json", type=Path, help="write all measurements there")
