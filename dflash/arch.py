@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import Config, ConfigError
-from .target_size import count_parameters, layer_width
+from .target_size import count_delta_layers, count_parameters, layer_width
 
 # Families whose RMSNorm multiplies by (1 + w): a drafter norm copied from theirs must add the 1.
 ZERO_CENTRED_NORMS = ("gemma", "qwen3_5", "qwen3_next")
@@ -54,6 +54,8 @@ class TargetArch:
     pad_token_id: int | None
     num_parameters: int
     """Of the causal LM, all experts included."""
+    delta_layers: int
+    """How many of the layers are Gated DeltaNet, not attention."""
     layer_width: int
     """Numbers that one token holds in the widest part of a layer's forward."""
 
@@ -97,6 +99,7 @@ class TargetArch:
         tied = bool(text.get("tie_word_embeddings", outer.get("tie_word_embeddings", True)))
         try:
             parameters, width = count_parameters(text, tied), layer_width(text)
+            delta_layers = count_delta_layers(text)
         except (KeyError, IndexError, TypeError) as error:
             raise ConfigError(
                 f"target.model: its config.json does not fit together: {error!r}"
@@ -124,6 +127,7 @@ class TargetArch:
             eos_token_ids=tuple(dict.fromkeys(eos)),
             pad_token_id=text.get("pad_token_id", outer.get("pad_token_id")),
             num_parameters=parameters,
+            delta_layers=delta_layers,
             layer_width=width,
         )
 

@@ -43,6 +43,11 @@ def layer_width(text: Text) -> int:
     )
 
 
+def count_delta_layers(text: Text) -> int:
+    """Gated DeltaNet layers."""
+    return sum(_is_linear(text, layer) for layer in range(text["num_hidden_layers"]))
+
+
 # --- which layer is what --------------------------------------------------------------------------
 
 

@@ -49,8 +49,9 @@ def plan_text(facts: Facts) -> str:
 
 def _target(facts: Facts) -> list[str]:
     target = facts.target
+    delta = f" ({target.delta_layers} of them Gated DeltaNet)" if target.delta_layers else ""
     return [
-        f"{target.architecture}: {target.num_layers} layers, hidden {target.hidden_size}, "
+        f"{target.architecture}: {target.num_layers} layers{delta}, hidden {target.hidden_size}, "
         f"vocabulary {target.vocab_size:,}, {target.num_parameters / 1e9:.2f} B parameters",
         f"taps {', '.join(map(str, facts.arch.taps))} (0-based layers)",
     ]

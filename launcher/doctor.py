@@ -26,7 +26,8 @@ REQUIRED = ("torch", "transformers", "numpy", "safetensors", "posix_ipc", "pydan
 OPTIONAL = {
     "gguf": "converting .gguf targets",
     "flash-linear-attention": "fast hybrid (Gated DeltaNet) targets on GPU",
-    "causal-conv1d": "fast hybrid (Gated DeltaNet) targets on GPU",
+    "accelerate": "loading a target straight onto a GPU",
+    "causal-conv1d": "hybrid targets that have no fast layers here, such as Qwen3-Next, on GPU",
 }
 SHM: Path = RingConfig.model_fields["path"].default.parent
 SMALL_SHM = 1 << 30

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+
+import psutil
 
 from dflash.arch import DrafterArch, TargetArch, shipped_config
 from dflash.config import Config, ConfigError
@@ -48,6 +51,8 @@ class Facts:
     """Bytes that a new ring may take of its file system."""
     free_cgroup: int | None
     """Bytes until the cgroup's memory limit; None without one."""
+    free_memory: int
+    """Bytes of the machine's memory that are free or can be made so."""
 
     @classmethod
     def gather(cls, config: Config, target_dir: Path, prepared: Prepared | None) -> Facts:
@@ -68,6 +73,7 @@ class Facts:
             places=_places(config, target, arch, ring_bytes(fields, 1), _longest(prepared)),
             free_tmpfs=free_tmpfs + left,
             free_cgroup=None if free_cgroup is None else free_cgroup + left,
+            free_memory=psutil.virtual_memory().available + left,
         )
 
     @property
@@ -99,6 +105,11 @@ class Facts:
             )
         if (user := user_of(config.ring.path)) is not None:
             lines.append(f"ring.path: {config.ring.path} is in use by run {user!r}")
+        if self.target.delta_layers and config.target.device == "cuda" and not find_spec("fla"):
+            lines.append(
+                f"{self.target.delta_layers} layers of the target are Gated DeltaNet and run many "
+                "times slower without flash-linear-attention: pip install 'dflash-ring[gpu]'"
+            )
         for gpu, need in _by_gpu(self.places):
             if need > gpu.total_bytes - gpu.used_bytes:
                 lines.append(
@@ -113,6 +124,7 @@ class Facts:
         for free, what, cure in (
             (self.free_tmpfs, f"{where} has", f"enlarge {where} (docker run --shm-size)"),
             (self.free_cgroup, "the memory limit leaves", "raise the limit (docker run --memory)"),
+            (self.free_memory, "the machine's memory has", "end what else takes memory"),
         ):
             if free is None or self.ring_bytes <= free:
                 continue
@@ -174,6 +186,12 @@ def check_early(config: Config) -> None:
     """What needs no target: ConfigError before minutes go into preparing it."""
     if config.data.random is None and not config.data.path.is_file():
         raise ConfigError(f"data.path: {config.data.path}: no such file")
+    on_gpu = config.target.device == "cuda"
+    if on_gpu and not config.target.random_weights and not find_spec("accelerate"):
+        raise ConfigError(
+            "target.device: cuda: loading weights straight onto a GPU needs `accelerate`: "
+            "pip install 'dflash-ring[gpu]'"
+        )
     if not config.ring.path.parent.is_dir():
         raise ConfigError(f"ring.path: {config.ring.path.parent}: no such directory")
     ring = config.ring.path

@@ -21,6 +21,9 @@ SMALLEST: dict[str, Any] = {
 }
 
 
+RANDOM: dict[str, Any] = {"data": {"path": "random:9x8"}, "target": {"random_weights": True}}
+
+
 def config(**sections: Any) -> Config:
     raw = copy.deepcopy(SMALLEST)
     for name, value in sections.items():
@@ -82,6 +85,11 @@ def test_overrides_win_and_reach_new_sections(tmp_path: Path) -> None:
         ({"train": {"lr": float("inf")}}, ["train.lr", "finite"]),
         ({"ring": {"quarantine_s": 4000}}, ["ring.quarantine_s", "3600"]),
         ({"target": {"taps": []}}, ["target.taps", "at least 1"]),
+        ({"data": {"path": "random:9x8"}}, ["data.path random:9x8", "target.random_weights=true"]),
+        ({"data": {"path": "random:9*8"}}, ["data", "random:COUNTxTOKENS"]),
+        ({"target": {"random_weights": True, "device": "cuda"}}, ["random_weights", "alike"]),
+        (RANDOM | {"eval": {"every": 10}}, ["eval.every", "random:9x8", "leave it out"]),
+        (RANDOM | {"drafter": {"mask_token": 3}}, ["drafter.mask_token", "leave it out"]),
         ({"drafter": {"head_dim": 7}}, ["drafter.head_dim", "multiple of 2"]),
     ],
 )

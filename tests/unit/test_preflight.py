@@ -78,15 +78,15 @@ def test_kl_adds_the_last_state(tmp_path: Path, target_dir: Path) -> None:
 
 def test_the_ring_that_fits_is_not_refused(tmp_path: Path, target_dir: Path) -> None:
     facts = facts_of(config_of(tmp_path), target_dir)
-    replace(facts, free_tmpfs=facts.ring_bytes, free_cgroup=None).refuse()
+    replace(facts, free_tmpfs=facts.ring_bytes, free_cgroup=None, free_memory=1 << 40).refuse()
 
 
-@pytest.mark.parametrize("which", ["free_tmpfs", "free_cgroup"])
+@pytest.mark.parametrize("which", ["free_tmpfs", "free_cgroup", "free_memory"])
 def test_too_large_a_ring_is_refused_with_the_slots_that_fit(
     tmp_path: Path, target_dir: Path, which: str
 ) -> None:
     facts = facts_of(config_of(tmp_path, ring={"slots": 4096}), target_dir)
-    room = {"free_tmpfs": 1 << 40, "free_cgroup": 1 << 40} | {which: 2 * MIB}
+    room = dict.fromkeys(("free_tmpfs", "free_cgroup", "free_memory"), 1 << 40) | {which: 2 * MIB}
     with pytest.raises(ConfigError) as error:
         replace(facts, **room).refuse()
     text = str(error.value)
@@ -246,7 +246,7 @@ def test_a_document_longer_than_the_micro_batch_counts(tmp_path: Path, target_di
 @pytest.mark.parametrize("name", GPU_CONFIGS)
 def test_a_machine_without_gpus_is_refused_before_a_download(name: str) -> None:
     config = load_config(ROOT / f"configs/{name}.yaml")
-    with pytest.raises(ConfigError, match=r"^target\.device: cuda, but nvidia-smi shows no GPU"):
+    with pytest.raises(ConfigError, match=r"target\.device: cuda, but nvidia-smi shows no GPU"):
         refuse_early(config)
 
 
@@ -259,11 +259,31 @@ def test_the_plan_shows_the_gpu_memory_without_a_gpu() -> None:
     assert "RANDOM WEIGHTS" in text.split("warnings")[1]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_packages_that_a_gpu_target_wants_are_named(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "find_spec", lambda name: object() if there else None)
+    warnings = "\n".join(shipped_facts("qwen36_27b_2gpu").warnings())
+    assert ("48 layers of the target are Gated DeltaNet and run many times" in warnings) != there
+    assert "DeltaNet" not in "\n".join(shipped_facts("qwen3_8b_2gpu").warnings())
+    (tmp_path / "data.jsonl").touch()
+    real = config_of(tmp_path, target={"device": "cuda"})
+    if there:
+        check_early(real)
+    else:
+        with pytest.raises(ConfigError, match=r"needs `accelerate`: pip install"):
+            check_early(real)
+    check_early(load_config(ROOT / "configs/qwen36_27b_2gpu.yaml", RANDOM))
+
+
 def test_a_ring_of_97_gb_is_held_against_what_is_free() -> None:
     facts = shipped_facts("qwen36_27b_2gpu", "ring.slots=32")
     assert facts.ring_bytes == pytest.approx(97e9, rel=0.01)
     with pytest.raises(ConfigError) as error:
-        replace(facts, places=(), free_tmpfs=64 << 30, free_cgroup=None).refuse()
+        replace(
+            facts, places=(), free_tmpfs=64 << 30, free_cgroup=None, free_memory=1 << 40
+        ).refuse()
     assert "32 slots of 2.8 GiB take 90.0 GiB" in str(error.value)
     assert "has 64.0 GiB: set ring.slots to at most 22, or enlarge" in str(error.value)
 
