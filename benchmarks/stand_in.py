@@ -36,7 +36,7 @@ class StandIn:
         self._held: WriteLease | None = None
         self._held_tok = 0
         self.fed_all = False
-        """Feeding: every slot of the ring was READY at once."""
+        """Feeding has come around the whole ring once: from now on nothing is written."""
 
     def fill(self, count: int) -> None:
         """The next `count` seqs."""
@@ -67,21 +67,22 @@ class StandIn:
             thread.join()
 
     def _feed(self, over: threading.Event) -> None:
-        view, slots = self.writer._view, len(self.writer._view.slots)
+        view, fed = self.writer._view, set[int]()
         while True:
-            self.fed_all = self.fed_all or view.meta[at.HEAD] - view.meta[at.TAIL] >= slots
             try:
                 lease = self.writer.claim(stop=over.is_set)
             except Stopped:
                 return
             assert lease is not None, "the bench's run has no end"
             words = view.slots[lease.slot]
-            if words[at.SEAL_GENERATION] == lease.token.generation - 1:
-                # As its last writer sealed it: nobody has claimed it since.
+            if words[at.SEAL_GENERATION] == lease.token.generation - 1 > 0:
+                # As its last writer sealed it: nobody has claimed it since. 0: a new slot.
                 sums = words[at.SUMS : at.SUMS + words[at.SUM_COUNT]].tolist()
                 self.writer.publish(lease, total_tok=int(words[at.TOTAL_TOK]), sums=sums)
             else:
                 self.writer.publish(lease, total_tok=self._write(lease))
+            fed.add(lease.slot)
+            self.fed_all = len(fed) == len(view.slots)
 
     def _claim(self) -> WriteLease:
         lease = self.writer.claim()
