@@ -11,7 +11,6 @@ nothing, and `export` refuses it.
 from __future__ import annotations
 
 import hashlib
-import math
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,8 @@ SEED = 0
 TO_RESIDUAL = ("o_proj", "out_proj", "down_proj")
 """What writes to the residual stream. Two a layer, each scaled by 1/sqrt(2 * layers): together they
 add as much as the embedding brings, so rounding is carried through the layers and not amplified."""
+CHUNK = 1 << 26
+"""Numbers drawn at once: 256 MiB beside an embedding of gigabytes."""
 OWN_START = ("bias", "A_log")
 """Not matrices, however many dimensions they have."""
 
@@ -84,8 +85,8 @@ def _std(name: str, parameter: torch.Tensor, layers: int) -> float:
 def _fill(tensor: torch.Tensor, name: str, std: float) -> None:
     """Normal numbers that are a function of name, shape and device; drawn in float32, so that
     another dtype holds the same ones rounded."""
-    assert math.isfinite(std)
     digest = hashlib.sha256(name.encode()).digest()
     generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest[:7], "big"))
-    drawn = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
-    tensor.copy_(drawn.normal_(0.0, std, generator=generator))
+    for part in tensor.view(-1).split(CHUNK):
+        drawn = torch.empty_like(part, dtype=torch.float32)
+        part.copy_(drawn.normal_(0.0, std, generator=generator))
