@@ -195,6 +195,8 @@ def run(config: Config, run: RunDir, args: argparse.Namespace) -> tuple[Measured
             prepared = Prepared.from_json(run.prepared_file.read_text())
             facts = Facts.gather(config, Path(prepared.target_dir), prepared)
             facts.refuse()
+            for warning in facts.warnings():
+                screen.line(f"warning: {warning}")
             began_s = time.monotonic()
             screen.line(open_ring(config, facts.fields, None))
             try:

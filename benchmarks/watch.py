@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 
 import psutil
 
@@ -143,7 +144,7 @@ class Smi:
         self._process = None
         if shutil.which("nvidia-smi") is None:
             return
-        query = f"--query-gpu=uuid,{','.join(SMI_COLUMNS)}"
+        query = f"--query-gpu=timestamp,uuid,{','.join(SMI_COLUMNS)}"
         command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", str(SMI_MS)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         threading.Thread(target=self._read, daemon=True).start()
@@ -151,9 +152,15 @@ class Smi:
     def _read(self) -> None:
         assert self._process is not None and self._process.stdout is not None
         for line in self._process.stdout:
-            uuid, *cells = [cell.strip() for cell in line.split(",")]
-            if len(cells) == len(SMI_COLUMNS) and all(is_number(cell) for cell in cells):
-                self.rows.append((time.monotonic(), uuid, [float(cell) for cell in cells]))
+            self.note(line)
+
+    def note(self, line: str) -> None:
+        """A line of its csv. Its own time of it counts: a pipe may hold lines back."""
+        stamp, uuid, *cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == len(SMI_COLUMNS) and all(is_number(cell) for cell in cells):
+            at = datetime.strptime(stamp, "%Y/%m/%d %H:%M:%S.%f").timestamp()
+            at_s = at - time.time() + time.monotonic()
+            self.rows.append((at_s, uuid, [float(cell) for cell in cells]))
 
     def means(self, uuid: str, window: Window) -> dict[str, float] | None:
         """{"utilization.gpu": ..., ...} of one GPU."""

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from tiny_step import make_arch, make_config
 from benchmarks.halves import BenchFailed, Halves
 from benchmarks.pipeline_figures import least
 from benchmarks.stand_in import StandIn
-from benchmarks.watch import Rate, Seen, Watch, Window
+from benchmarks.watch import Rate, Seen, Smi, Watch, Window
 from dflash.data import DataOptions, prepare_random
 from dflash.random_documents import RandomDocuments
 from launcher.process import Program, StopSignals
@@ -151,6 +152,24 @@ def test_slots_that_stand_ready_give_a_rate_by_the_ring_s_own_times(stand_in: St
     assert watch.made(-1, skip=9) == (Window(6, 8), Rate(1, 80 / 2, 1 / 2))
     assert watch.made(1, skip=0) == (Window(6, 8), Rate(1, 80 / 2, 1 / 2))
     assert watch.made(2, skip=0) is None
+
+
+def test_figures_of_nvidia_smi_are_means_over_the_window_by_its_own_times() -> None:
+    """Lines as it prints them; what it can't tell (`[N/A]`) is left out."""
+    smi, now_s = Smi(), time.monotonic()
+    for ago_s, cells in [
+        (9, "50, 300.00, 1500"),
+        (5, "90, 600.50, 1980"),
+        (4, "100, 699.50, 1900"),
+    ]:
+        stamp = datetime.now() - timedelta(seconds=ago_s)
+        smi.note(f"{stamp:%Y/%m/%d %H:%M:%S.%f}"[:-3] + f", GPU-a, {cells}\n")
+    smi.note(f"{datetime.now():%Y/%m/%d %H:%M:%S.%f}"[:-3] + ", GPU-a, [N/A], 600.0, 1900\n")
+    window = Window(now_s - 6, now_s + 1)
+    want = {"utilization.gpu": 95.0, "power.draw": 650.0, "clocks.sm": 1940.0}
+    assert smi.means("GPU-a", window) == want
+    assert smi.means("GPU-b", window) is None
+    smi.close()
 
 
 def test_the_pipeline_is_as_fast_as_its_slower_side_and_unknown_without_one() -> None:
