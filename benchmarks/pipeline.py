@@ -52,7 +52,7 @@ from .watch import Rate, Smi, Watch, Window, cpu_s
 POLL_S = 0.01
 WARM_SLOTS = 2
 """Of each side, before what is measured."""
-SETTLE_S = 20.0
+SETTLE_S = 15.0
 """At most, for the backlog that the target has made alone to be used up, or to fill the ring."""
 TRAINER = "trainer_0"
 
