@@ -128,6 +128,7 @@ def measure(case: Case, steps: int, kernels: int, beside: list[str]) -> dict[str
         "shapes": case.name,
         "loss": config.train.loss,
         "mode": config.step_mode,
+        "head_float8": config.step.head_float8,
         "step_s": step_s,
         "step_s_min": min(times),
         "step_s_max": max(times),
@@ -222,6 +223,7 @@ COLUMNS = {
     "shapes": "{}",
     "loss": "{}",
     "mode": "{}",
+    "head_float8": "{}",
     "step_s": "{:.4f}",
     "tok_per_s": "{:,.0f}",
     "tflop_per_s": "{:.0f}",
@@ -245,6 +247,7 @@ def main() -> None:
     parser.add_argument(
         "--mode", nargs="+", choices=["eager", "compiled", "graph"], default=["graph"]
     )
+    parser.add_argument("--float8-head", action="store_true", help="step.head_float8=true")
     parser.add_argument("--steps", type=int, default=10, help="timed, at least")
     parser.add_argument(
         "--beside",
@@ -267,6 +270,8 @@ def main() -> None:
             if name is None
             else SHAPES[name].case(name, loss, mode)
         )
+        if args.float8_head:
+            case = case.with_float8_head()
         found.append(measure(case, args.steps, args.kernels, args.beside))
         for kernel, ms in found[-1]["kernels_ms"].items():
             print(f"{ms:9.3f} ms  {kernel}")

@@ -26,6 +26,10 @@ class Case:
     document_tokens: int
     tied: bool
 
+    def with_float8_head(self) -> Case:
+        step = self.config.step.model_copy(update={"head_float8": True})
+        return replace(self, config=self.config.model_copy(update={"step": step}))
+
     @classmethod
     def of_config(cls, path: Path, loss: str, mode: str) -> Case:
         """The drafter and slot of a run's config, over its target's shapes."""

@@ -169,6 +169,9 @@ class StepConfig(Section):
     mode: Literal["eager", "compiled", "graph"] | None = None
     """How a training step runs: piece by piece, with its pieces compiled, or these replayed as one
     CUDA graph. None: graph on cuda, eager on cpu. The numbers agree within rounding."""
+    head_float8: bool = False
+    """Multiply with the target's frozen head in float8: faster on GPUs that can, Hopper and later,
+    and needs 2 bytes a head weight more. Rounds the logits and their gradient to 3 bits."""
 
 
 class EvalConfig(Section):

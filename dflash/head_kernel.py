@@ -6,14 +6,23 @@ Gimelshein 2018), then to overwrite it with the gradient. The sums are kept a la
 its own running maximum, so the loop holds no reduction across threads, and one exp a logit serves
 both cases, since of exp(old - new) and exp(z - new) one is always 1. Stored logits stay bf16; all
 arithmetic is float32. loss.head_loss_full is what this must equal.
+
+A gradient in float8 needs its row's largest entry before the first is stored. The sums give it:
+with ce it is the label's, 1 - q; with kl, q - p with both positive, no entry exceeds the larger of
+the two largest probabilities.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .head import FLOAT8, Scaled
+
+LARGEST = tl.constexpr(448.0)
+"""Of float8's numbers."""
 LOWEST = tl.constexpr(-1e30)
 """Stands for -inf: differences of two of them are 0, not NaN."""
 BLOCK, WARPS = 4096, 32
@@ -36,14 +45,18 @@ def _rows_kernel(
     loss_ptr,
     nll_ptr,
     rank_ptr,
+    grad_ptr,
+    grad_scale_ptr,
     vocab,
     cap,
     KL: tl.constexpr,
     CAP: tl.constexpr,
+    FLOAT8: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     raw_ptr += row * vocab
+    grad_ptr += row * vocab
     if KL:
         target_ptr += tl.load(target_row_ptr + row) * target_stride
     lane = tl.arange(0, BLOCK)
@@ -85,12 +98,19 @@ def _rows_kernel(
     nll = log_sum - own
     loss = nll
     p_log_sum = log_sum
+    most = 1 - tl.exp(-nll)
     if KL:
         p_row_top = tl.max(p_top, 0)
         scale = tl.exp(p_top - p_row_top)
         p_sum = tl.sum(p_total * scale, 0)
         p_log_sum = p_row_top + tl.log(p_sum)
         loss = tl.sum(gap * scale, 0) / p_sum - p_log_sum + log_sum
+        most = tl.maximum(tl.exp(row_top - log_sum), 1 / p_sum)
+    stretch = 1.0
+    if FLOAT8:
+        most = tl.maximum(most, 1e-6)
+        stretch = LARGEST / most
+        tl.store(grad_scale_ptr + row, most / LARGEST)
     beaten = tl.minimum(tl.sum(tied, 0), 1)
     tl.store(loss_ptr + row, loss)
     tl.store(nll_ptr + row, nll)
@@ -111,7 +131,8 @@ def _rows_kernel(
             grad -= tl.exp(t - p_log_sum)
         else:
             grad -= (at == label).to(tl.float32)
-        tl.store(raw_ptr + at, (grad * slope).to(raw_ptr.dtype.element_ty), mask=at < vocab)
+        grad = (grad * slope * stretch).to(grad_ptr.dtype.element_ty)
+        tl.store(grad_ptr + at, grad, mask=at < vocab)
 
 
 def rows(
@@ -120,8 +141,10 @@ def rows(
     target: tuple[Tensor, Tensor] | None,
     cap: float | None,
     out: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """Fills `out` (loss_C, nll_C float32, rank_C int64) and leaves d loss / d raw in raw_CV.
+    float8: bool = False,
+) -> Tensor | Scaled:
+    """Fills `out` (loss_C, nll_C float32, rank_C int64). Returns d loss / d raw: in place of
+    raw_CV, or in float8.
 
     raw_CV: contiguous logits before the cap. target: the like logits_UV, and row_C, int64: row c's
     are logits_UV[row_C[c]]. See loss._rows for the meaning.
@@ -129,6 +152,9 @@ def rows(
     assert raw_CV.is_contiguous()
     logits_UV, row_C = (raw_CV, label_C) if target is None else target
     assert logits_UV.stride(1) == 1
+    grad = Scaled(raw_CV, out[0])
+    if float8:
+        grad = Scaled(torch.empty_like(raw_CV, dtype=FLOAT8), torch.empty_like(out[0])[:, None])
     _rows_kernel[(raw_CV.shape[0],)](
         raw_CV,
         logits_UV,
@@ -136,10 +162,13 @@ def rows(
         logits_UV.stride(0),
         label_C,
         *out,
+        *grad,
         raw_CV.shape[1],
         1.0 if cap is None else cap,
         KL=target is not None,
         CAP=cap is not None,
+        FLOAT8=float8,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
+    return grad if float8 else raw_CV

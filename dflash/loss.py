@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .head import ExactHead, Float8Head, Head, Scaled, head_of
 from .model import softcap
 
 LossKind = Literal["ce", "kl"]
@@ -63,8 +64,10 @@ def head_loss(
     target: TargetStates | None = None,
     cap: float | None = None,
     rows: int | None = None,
+    float8: Float8Head | None = None,
 ) -> HeadLoss:
-    """Chunked row losses: `kl` if the target's states are given, else `ce` on data tokens.
+    """Chunked row losses: `kl` if the target's states are given, else `ce` on data tokens. float8:
+    multiply with these copies of the head instead.
 
     Flat rows on purpose: a batched [B, A, K, H] @ head.T copies the head for every batch.
     """
@@ -72,7 +75,13 @@ def head_loss(
     rows = rows or chunk_rows(label_R.numel(), head_VH)
     wants_grad = torch.is_grad_enabled() and hidden_RH.requires_grad
     loss_R, nll_R, rank_R, _ = _frozen_head(
-        hidden_RH, head_VH, label_R, *(target or (None, None)), cap, rows, wants_grad
+        hidden_RH,
+        list(float8 or ExactHead(head_VH)),
+        label_R,
+        *(target or (None, None)),
+        cap,
+        rows,
+        wants_grad,
     )
     return HeadLoss(loss_R, nll_R.detach(), rank_R)
 
@@ -89,12 +98,12 @@ def chunk_rows(num_rows: int, head_VH: Tensor) -> int:
 @torch.library.custom_op(
     "dflash::frozen_head",
     mutates_args=(),
-    schema="(Tensor hidden_RH, Tensor head_VH, Tensor label_R, Tensor? states_TH, Tensor? at_R, "
+    schema="(Tensor hidden_RH, Tensor[] head, Tensor label_R, Tensor? states_TH, Tensor? at_R, "
     "float? cap, int rows, bool wants_grad) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _frozen_head(
     hidden_RH: Tensor,
-    head_VH: Tensor,
+    head: list[Tensor],
     label_R: Tensor,
     states_TH: Tensor | None,
     at_R: Tensor | None,
@@ -104,19 +113,20 @@ def _frozen_head(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """loss_R, nll_R, rank_R, and grad_RH: d loss_i / d hidden_i, unweighted (no rows unless
     wanted)."""
+    products = head_of(head)
     loss_R, nll_R, rank_R, grad_RH = _outputs(hidden_RH, label_R, wants_grad)
-    raw_CV = head_VH.new_empty(min(rows, label_R.numel()), head_VH.shape[0])
+    raw_CV = head[0].new_empty(min(rows, label_R.numel()), head[0].shape[0])
     for start in range(0, label_R.numel(), rows):
         part = slice(start, min(start + rows, label_R.numel()))
-        raw = torch.mm(hidden_RH[part], head_VH.T, out=raw_CV[: part.stop - start])
-        out = (loss_R[part], nll_R[part], rank_R[part])
+        raw = products.logits(hidden_RH[part], out=raw_CV[: part.stop - start])
         target = None
         if states_TH is not None and at_R is not None:
-            target = _target_logits(states_TH, at_R[part], head_VH)
-        _fill_rows(raw, label_R[part], target, cap, out)
+            target = _target_logits(states_TH, at_R[part], products)
+        out = (loss_R[part], nll_R[part], rank_R[part])
+        dlogits = _fill_rows(raw, label_R[part], target, cap, out, len(head) > 1)
         del target  # before the next chunk's: it is as large as raw_CV
         if wants_grad:
-            torch.mm(raw, head_VH, out=grad_RH[part])
+            products.input_grad(dlogits, out=grad_RH[part])
     return loss_R, nll_R, rank_R, grad_RH
 
 
@@ -129,16 +139,12 @@ class TargetLogits(NamedTuple):
     """int64: which of them belongs to the chunk's row."""
 
 
-def _target_logits(states_TH: Tensor, at_C: Tensor, head_VH: Tensor) -> TargetLogits:
+def _target_logits(states_TH: Tensor, at_C: Tensor, head: Head) -> TargetLogits:
     row_C, at_C, count_1 = distinct(at_C, len(states_TH))
     if not at_C.is_cuda:
         at_C = at_C[: int(count_1)]  # reading a tensor is free there
-    states_CH = states_TH[at_C].to(head_VH.dtype)
-    if counts_on_device(head_VH):
-        logits_UV = F.grouped_mm(states_CH, head_VH.T[None], offs=count_1)
-    else:
-        logits_UV = torch.mm(states_CH, head_VH.T)
-    return TargetLogits(logits_UV, row_C)
+    states_CH = states_TH[at_C].to(head.weight_VH.dtype)
+    return TargetLogits(head.first_logits(states_CH, count_1), row_C)
 
 
 def distinct(at_C: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,14 +154,6 @@ def distinct(at_C: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     place_T = seen_T.scatter_(0, at_C, 1).cumsum(0, dtype=torch.int32)
     row_C = place_T[at_C].long() - 1
     return row_C, torch.zeros_like(at_C).scatter_(0, row_C, at_C), place_T[-1:]
-
-
-def counts_on_device(head_VH: Tensor) -> bool:
-    """Whether grouped_mm takes its number of rows from the device: elsewhere it makes the host
-    wait for it, so that there all rows are multiplied."""
-    if not head_VH.is_cuda or head_VH.dtype != torch.bfloat16 or head_VH.shape[1] % 8:
-        return False
-    return torch.cuda.get_device_capability(head_VH.device)[0] in (9, 10)
 
 
 def _outputs(
@@ -170,7 +168,7 @@ def _outputs(
 @_frozen_head.register_fake
 def _(
     hidden_RH: Tensor,
-    head_VH: Tensor,
+    head: list[Tensor],
     label_R: Tensor,
     states_TH: Tensor | None,
     at_R: Tensor | None,
@@ -184,11 +182,12 @@ def _(
 def _save_grad(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[3])
+    ctx.other_grads = (len(inputs[1]) * [None], *[None] * 6)
 
 
-def _weigh_grad(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+def _weigh_grad(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     (grad_RH,) = ctx.saved_tensors
-    return (grad_RH * grads[0][:, None]).to(grad_RH.dtype), *[None] * 7
+    return (grad_RH * grads[0][:, None]).to(grad_RH.dtype), *ctx.other_grads
 
 
 _frozen_head.register_autograd(_weigh_grad, setup_context=_save_grad)
@@ -200,12 +199,14 @@ def _fill_rows(
     target: TargetLogits | None,
     cap: float | None,
     out: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """_rows of a chunk into `out`: a tile at a time, or by head_kernel on a GPU."""
+    float8: bool,
+) -> Tensor | Scaled:
+    """_rows of a chunk into `out`: a tile at a time, or by head_kernel on a GPU. Returns
+    d loss / d raw; uses raw_CV up."""
     if raw_CV.is_cuda:
         from .head_kernel import rows
 
-        return rows(raw_CV, label_C, target, cap, out)
+        return rows(raw_CV, label_C, target, cap, out, float8)
     size = max(1, TILE_BYTES // (4 * raw_CV.shape[1]))
     for start in range(0, len(label_C), size):
         part = slice(start, start + size)
@@ -213,6 +214,7 @@ def _fill_rows(
         found = _rows(raw_CV[part], label_C[part], target_CV, cap, out[0].dtype)
         for whole, tile in zip(out, found, strict=True):
             whole[part] = tile
+    return raw_CV
 
 
 def _rows(

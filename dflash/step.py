@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ from . import anchors as A
 from . import flex
 from .arch import DrafterArch
 from .config import Config
+from .head import Float8Head, refuse_float8
 from .loss import (
     TargetStates,
     decay_weights,
@@ -103,6 +104,9 @@ class TrainState:
         device, train = drafter.fc.weight.device, config.train
         if config.step_mode != "eager":
             drafter.compile_pieces()
+        if config.step.head_float8:
+            refuse_float8(ends.head_VH)
+            ends = replace(ends, float8=Float8Head.of(ends.head_VH))
         optimizer = MasterAdamW(
             drafter, betas=train.betas, weight_decay=train.weight_decay, clip=train.clip
         )
@@ -231,9 +235,8 @@ def forward_loss(state: TrainState, batch: Batch) -> tuple[Tensor, dict[str, Ten
         # never stale.
         target = TargetStates(batch.vlh_TH, (drawn.at_AJ - 1).clamp_min(0).flatten())
     with state.part("head"):
-        rows = (head_loss_full if state.plain else head_loss)(
-            hidden_RH, ends.head_VH, drawn.label_AJ.flatten(), target, ends.logit_softcap
-        )
+        inputs = (hidden_RH, ends.head_VH, drawn.label_AJ.flatten(), target, ends.logit_softcap)
+        rows = head_loss_full(*inputs) if state.plain else head_loss(*inputs, float8=ends.float8)
         return state.piece(score)(rows.loss_R, rows.nll_R, rows.rank_R, batch, drawn, config)
 
 

@@ -89,3 +89,8 @@ def test_a_case_slides_in_all_layers_or_in_all_but_the_last() -> None:
     sliding, full = "sliding_attention", "full_attention"
     assert types["27b"] == (sliding,) * 4 + (full,)
     assert types["27b-sliding"] == (sliding,) * 5 and types["8b"] == (full,) * 5
+
+
+def test_a_case_with_a_float8_head_says_so_in_its_config() -> None:
+    case = SHAPES["8b"].case("8b", "kl", "graph")
+    assert case.with_float8_head().config.step.head_float8 and not case.config.step.head_float8
