@@ -65,8 +65,13 @@ class Bench:
     def documents(self, seq: int) -> list[tuple[np.ndarray, np.ndarray]]:
         return [self.dataset.document(int(name)) for name in self.plan.slot(seq)]
 
-    def measure(self, micro_batch_tokens: int, slots: int, kernels: int) -> dict[str, Any]:
+    def measure(
+        self, loss: str, micro_batch_tokens: int, slots: int, kernels: int
+    ) -> dict[str, Any]:
+        train = self.config.train.model_copy(update={"loss": loss})
+        self.config = self.config.model_copy(update={"train": train})
         self.target.micro_batch_tokens = micro_batch_tokens
+        torch.cuda.reset_peak_memory_stats()
         forward = self.forward(slots, kernels)
         in_slots = self.into_slots(slots)
         return {
@@ -78,7 +83,8 @@ class Bench:
             "model": self.config.target.model,
             "random_weights": self.config.target.random_weights,
             "layers": "stock" if self.target.fast is None else "fast",
-            "vlh": self.config.wants_vlh,
+            "loss": loss,
+            "layers_run": self.layers_run,
             "micro_batch_tokens": micro_batch_tokens,
             "load_s": self.load_s,
             **forward,
@@ -87,36 +93,35 @@ class Bench:
         }
 
     def forward(self, slots: int, kernels: int) -> dict[str, Any]:
-        """Of `slots` slots in a row, after two others."""
+        """Of `slots` slots in a row, after another."""
         tokens, hidden = self.config.ring.max_tokens, self.arch.hidden_size
         options: dict[str, Any] = {"dtype": self.target.dtype, "device": "cuda"}
         all_TF = torch.empty(tokens, self.arch.num_taps * hidden, **options)
         vlh_TH = torch.empty(tokens, hidden, **options) if self.config.wants_vlh else None
-        ids = [[ids for ids, _ in self.documents(seq)] for seq in range(slots + 2)]
+        ids = [[ids for ids, _ in self.documents(seq)] for seq in range(slots + 1)]
         start_s = time.monotonic()
-        for docs in ids[:2]:
-            self.target.capture(docs, all_TF, vlh_TH)
+        self.target.capture(ids[0], all_TF, vlh_TH)
         torch.cuda.synchronize()
         first_s = time.monotonic() - start_s
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(slots + 1)]
         marks[0].record()
-        for seq, docs in enumerate(ids[2:]):
+        for seq, docs in enumerate(ids[1:]):
             self.target.capture(docs, all_TF, vlh_TH)
             marks[seq + 1].record()
         torch.cuda.synchronize()
         times = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
-        real = [sum(map(len, docs)) for docs in ids[2:]]
+        real = [sum(map(len, docs)) for docs in ids[1:]]
         padded = [
             sum(
                 len(b.documents) * b.length
                 for b in micro_batches(list(map(len, docs)), self.target.micro_batch_tokens)
             )
-            for docs in ids[2:]
+            for docs in ids[1:]
         ]
-        flop = sum(self.flop(docs) for docs in ids[2:])
+        flop = sum(self.flop(docs) for docs in ids[1:])
         with profile(activities=[ProfilerActivity.CUDA]) as prof:
             if kernels:
-                self.target.capture(ids[2], all_TF, vlh_TH)
+                self.target.capture(ids[1], all_TF, vlh_TH)
                 torch.cuda.synchronize()
         table = kernel_table(prof, kernels) if kernels else {}
         return {
@@ -133,14 +138,17 @@ class Bench:
                     for b in micro_batches(list(map(len, docs)), self.target.micro_batch_tokens)
                 }
             ),
-            "first_two_slots_s": first_s,
+            "first_slot_s": first_s,
             "kernels_ms": table,
         }
 
+    @property
+    def layers_run(self) -> int:
+        return self.arch.num_target_layers if self.config.wants_vlh else self.arch.taps[-1] + 1
+
     def flop(self, documents: Sequence[np.ndarray]) -> float:
         """Of the layers that run: their matmuls, and attention's two, of what is not masked."""
-        last = self.arch.num_target_layers if self.config.wants_vlh else self.arch.taps[-1] + 1
-        layers = self.target.layers[:last]
+        layers = self.target.layers[: self.layers_run]
         tokens, pairs = sum(map(len, documents)), sum(len(ids) ** 2 / 2 for ids in documents)
         weights, attention = 0.0, 0.0
         for layer in layers:
@@ -239,7 +247,8 @@ def is_matmul(name: str) -> bool:
 
 COLUMNS = {
     "layers": "{}",
-    "vlh": "{}",
+    "loss": "{}",
+    "layers_run": "{}",
     "micro_batch_tokens": "{}",
     "forward_tok_per_s": "{:,.0f}",
     "slots_tok_per_s": "{:,.0f}",
@@ -250,7 +259,7 @@ COLUMNS = {
     "copy_s": "{:.3f}",
     "pin_s": "{:.1f}",
     "load_s": "{:.0f}",
-    "first_two_slots_s": "{:.0f}",
+    "first_slot_s": "{:.0f}",
     "peak_gib": "{:.1f}",
 }
 
@@ -260,6 +269,9 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--micro-batch-tokens", type=int, nargs="+", help="instead of the config's")
+    parser.add_argument(
+        "--loss", nargs="+", choices=["ce", "kl"], help="kl needs all layers; default: the config's"
+    )
     parser.add_argument("--slots", type=int, default=6, help="measured slots")
     parser.add_argument("--stock", action="store_true", help="transformers' own layers")
     parser.add_argument("--kernels", type=int, default=0, help="show so many kernels' times")
@@ -281,8 +293,9 @@ def main() -> None:
     except CaptureError as error:
         print(f"NOT the model's states: {error}")
     found = []
-    for tokens in args.micro_batch_tokens or [config.target.micro_batch_tokens]:
-        found.append(bench.measure(tokens, args.slots, args.kernels))
+    budgets = args.micro_batch_tokens or [config.target.micro_batch_tokens]
+    for loss, tokens in itertools.product(args.loss or [config.train.loss], budgets):
+        found.append(bench.measure(loss, tokens, args.slots, args.kernels))
         for kernel, ms in found[-1]["kernels_ms"].items():
             print(f"{ms:9.3f} ms  {kernel}")
         print(" ".join(f"{k}={v.format(found[-1][k])}" for k, v in COLUMNS.items()))

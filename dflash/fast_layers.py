@@ -4,8 +4,8 @@
     for index, state_BLH in layers(ids_BL): ...       # the residual stream after each layer
 
 Matmuls are the library's; a projection back into the residual stream adds to it in place. What lies
-between them (norms, gates, rotary positions, the short convolution) is written as plain functions,
-compiled on a GPU and run as they are on a CPU, where tests compare every layer with the stock one.
+between them (norms, gates, rotary positions) is written as plain functions, compiled on a GPU and
+run as they are on a CPU, where tests compare every layer with the stock one.
 The recurrence of Gated DeltaNet layers is flash-linear-attention's kernel; without that package it
 is transformers' own, many times slower. The state that is yielded is overwritten by the next layer.
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
@@ -55,6 +56,11 @@ class FastLayers:
             if (mixer := getattr(layer, "linear_attn", None)) is not None
         }
         self.recurrence = fla_rule if self.compiled and has_fla() else torch_rule
+        self.short_conv = short_conv
+        if self.compiled and self.hybrid:
+            from .conv_kernel import short_conv as fused_short_conv
+
+            self.short_conv = fused_short_conv
 
     @classmethod
     def of(cls, backbone: Any, arch: TargetArch) -> FastLayers | None:
@@ -70,6 +76,8 @@ class FastLayers:
     def __call__(self, ids_BL: Tensor) -> Iterator[tuple[int, Tensor]]:
         state_BLH = self.backbone.embed_tokens(ids_BL)
         place = torch.arange(ids_BL.shape[1], device=ids_BL.device)[None]
+        if hasattr(self.backbone.rotary_emb, "mrope_section"):  # time, height, width: one for text
+            place = place.expand(3, 1, -1)
         cos_1LR, sin_1LR = self.backbone.rotary_emb(state_BLH, place)
         rope = cos_1LR[0, :, None], sin_1LR[0, :, None]
         for index, layer in enumerate(self.layers):
@@ -127,12 +135,15 @@ class FastLayers:
         mixer = layer.linear_attn
         z_BLVE = mixer.in_proj_z(x_BLH).unflatten(-1, (-1, mixer.head_v_dim))
         a_BLV, b_BLV = F.linear(x_BLH, self._gates[layer]).chunk(2, dim=-1)
-        q_BLKE, k_BLKE, v_BLVE = self._fused(convolved_heads)(
-            mixer.in_proj_qkv(x_BLH),
-            mixer.conv1d.weight[:, 0],
-            mixer.key_dim,
-            mixer.head_k_dim,
-            mixer.head_v_dim,
+        x_BLC, keys = mixer.in_proj_qkv(x_BLH), mixer.key_dim
+        weight_CW = mixer.conv1d.weight[:, 0]
+        q_BLKE, k_BLKE, v_BLVE = (
+            self.short_conv(x_BLC[..., part], weight_CW[part], size, eps)
+            for part, size, eps in (
+                (slice(keys), mixer.head_k_dim, L2_EPS),
+                (slice(keys, 2 * keys), mixer.head_k_dim, L2_EPS),
+                (slice(2 * keys, None), mixer.head_v_dim, None),
+            )
         )
         out_BLVE = self.recurrence(mixer, q_BLKE, k_BLKE, v_BLVE, a_BLV, b_BLV)
         normed = self._fused(gated_norm)
@@ -208,28 +219,19 @@ def gated_norm(x_BLVE: Tensor, z_BLVE: Tensor, weight_E: Tensor, eps: float) -> 
     return (wide * F.silu(z_BLVE.float())).to(x_BLVE.dtype)
 
 
-def convolved_heads(
-    x_BLC: Tensor, weight_CW: Tensor, key_dim: int, key_size: int, value_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Causal convolution over the last W tokens, SiLU, and the split into heads: query and key of
-    length one, value as it is."""
+def short_conv(x_BLC: Tensor, weight_CW: Tensor, size: int, eps: float | None) -> Tensor:
+    """Causal convolution over the last W tokens, SiLU, heads of `size`: each to length one unless
+    eps is None. conv_kernel.py is this on a GPU."""
     width, length = weight_CW.shape[1], x_BLC.shape[1]
-    padded = F.pad(x_BLC, (0, 0, width - 1, 0))
-    parts = []
-    for start, stop in ((0, key_dim), (key_dim, 2 * key_dim), (2 * key_dim, x_BLC.shape[2])):
-        summed = torch.zeros((), device=x_BLC.device)
-        for tap in range(width):
-            shifted = padded[:, tap : tap + length, start:stop].float()
-            summed = summed + shifted * weight_CW[start:stop, tap].float()
-        parts.append(F.silu(summed))
-    q_BLKE, k_BLKE = (unit_length(part.unflatten(-1, (-1, key_size))) for part in parts[:2])
-    v_BLVE = parts[2].unflatten(-1, (-1, value_size))
-    dtype = x_BLC.dtype
-    return q_BLKE.to(dtype), k_BLKE.to(dtype), v_BLVE.to(dtype)
-
-
-def unit_length(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+    padded = F.pad(x_BLC.float(), (0, 0, width - 1, 0))
+    summed = torch.zeros_like(padded[:, :length])
+    for tap in range(width):
+        summed += padded[:, tap : tap + length] * weight_CW[:, tap]
+    heads_BLGE = F.silu(summed).unflatten(-1, (-1, size))
+    if eps is not None:
+        square_BLG1 = heads_BLGE.square().sum(-1, keepdim=True)
+        heads_BLGE = heads_BLGE * torch.rsqrt(square_BLG1 + eps)
+    return heads_BLGE.to(x_BLC.dtype)
 
 
 # --- the recurrence of Gated DeltaNet -------------------------------------------------------------
@@ -259,7 +261,8 @@ def fla_rule(mixer: Any, q: Tensor, k: Tensor, v: Tensor, a_BLV: Tensor, b_BLV: 
 
 def torch_rule(mixer: Any, q: Tensor, k: Tensor, v: Tensor, a_BLV: Tensor, b_BLV: Tensor) -> Tensor:
     """transformers' own: the reference of the other."""
-    rule = sys.modules[type(mixer).__module__].torch_chunk_gated_delta_rule
+    # Unwrapped: by that name transformers calls fla's where it is installed.
+    rule = inspect.unwrap(sys.modules[type(mixer).__module__].torch_chunk_gated_delta_rule)
     group = v.shape[2] // k.shape[2]
     out_BLVE, _ = rule(
         q.repeat_interleave(group, dim=2),

@@ -113,12 +113,12 @@ def test_sliding_windows_keep_their_own_layers(tmp_path: Path) -> None:
 
 
 def test_the_short_convolution_sees_the_last_tokens_only() -> None:
-    """By hand: one channel of each part, window 2, weights (10, 1)."""
-    x_BLC = torch.tensor([[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]])
-    weight_CW = torch.tensor([[10.0, 1.0]]).expand(3, 2)
-    q, k, v = fast.convolved_heads(x_BLC, weight_CW, 1, 1, 1)
-    torch.testing.assert_close(v.flatten(), F.silu(torch.tensor([3.0, 36.0])))
-    torch.testing.assert_close(torch.cat((q, k)).flatten(), torch.ones(4))
+    """By hand: one channel, window 2, weights (10, 1)."""
+    x_BLC = torch.tensor([[[3.0], [6.0]], [[5.0], [-1.0]]])
+    weight_CW = torch.tensor([[10.0, 1.0]])
+    out = fast.short_conv(x_BLC, weight_CW, 1, None)
+    torch.testing.assert_close(out.flatten(), F.silu(torch.tensor([3.0, 36.0, 5.0, 49.0])))
+    torch.testing.assert_close(fast.short_conv(x_BLC, weight_CW, 1, 1e-6).flatten(), torch.ones(4))
 
 
 def test_one_compiled_function_serves_every_shape() -> None:
