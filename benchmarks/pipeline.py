@@ -132,7 +132,8 @@ class Phases:
         self._window("both", seconds)
         waited_now_s, spent_now_s = self._watch.waited_s(), cpu_s(pids)
         self._found.waited_s = {name: waited_now_s[name] - waited_s[name] for name in pids}
-        self._found.cpu_s = {name: spent_now_s[name] - spent_s[name] for name in pids}
+        known = spent_s.keys() & spent_now_s.keys()
+        self._found.cpu_s = {name: spent_now_s[name] - spent_s[name] for name in known}
 
     def drafter_alone(self, seconds: float) -> None:
         self._halves.end_targets()

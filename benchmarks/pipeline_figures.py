@@ -180,9 +180,11 @@ def summary(row: dict[str, Any]) -> str:
     for name, waits in row["wait_share"].items():
         smi = (row["nvidia_smi"][name] or {}).get("both")
         seen = f", nvidia-smi {smi['utilization_gpu_percent']:.0f}%" if smi else ""
+        cores = row["cpu_cores"].get(name)
+        used = f", {cores:.2f} CPU cores" if cores is not None else ""
         lines.append(
             f"{name:13}  computes {percent(row['busy_share'][name]['both'])}{seen}, "
-            f"waits for slots {percent(waits)}, {row['cpu_cores'][name]:.2f} CPU cores"
+            f"waits for slots {percent(waits)}{used}"
         )
     gb_per_s = "no" if row["gb_per_s"] is None else f"{row['gb_per_s']:.2f}"
     lines.append(

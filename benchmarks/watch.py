@@ -123,14 +123,14 @@ class Watch:
 
 
 def cpu_s(pids: Mapping[str, int]) -> dict[str, float]:
-    """CPU seconds of each process and its children so far; of what has ended, none."""
+    """CPU seconds of each process and its children so far; none of what can't be read."""
     found = {}
     for name, pid in pids.items():
         try:
             process = psutil.Process(pid)
             family = [process, *process.children(recursive=True)]
             found[name] = sum(sum(p.cpu_times()[:2]) for p in family)
-        except psutil.NoSuchProcess:
+        except psutil.Error:
             continue
     return found
 
