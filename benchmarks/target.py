@@ -34,6 +34,7 @@ from dflash.spans import Spans
 from dflash.target import CaptureError, micro_batches
 from launcher.slot import slot_fields
 from shm_ring import RingReader, RingWriter, create, destroy
+from shm_ring.pin import unpin
 from target_worker import StagedFiller, load_target
 
 from .drafter import commit
@@ -193,6 +194,7 @@ class Bench:
                 filler.fill(lease, names, self.documents(lease.seq))
             filler.finish()
             thread.join()
+            unpin(writer)  # else the next ring, at the same address, counts as locked
         finally:
             writer.leave()
             reader.leave()

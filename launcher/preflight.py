@@ -52,7 +52,8 @@ class Facts:
     free_cgroup: int | None
     """Bytes until the cgroup's memory limit; None without one."""
     free_memory: int
-    """Bytes of the machine's memory that are free or can be made so."""
+    """Bytes of the machine's memory that are free or can be made so, as the kernel reports it: some
+    virtual machines grow as they are used, so too few are only worth a warning."""
 
     @classmethod
     def gather(cls, config: Config, target_dir: Path, prepared: Prepared | None) -> Facts:
@@ -105,6 +106,11 @@ class Facts:
             )
         if (user := user_of(config.ring.path)) is not None:
             lines.append(f"ring.path: {config.ring.path} is in use by run {user!r}")
+        if self.ring_bytes > self.free_memory:
+            lines.append(
+                f"ring.slots: the ring takes {size(self.ring_bytes)}, and the machine reports "
+                f"{size(self.free_memory)} of memory left: {self._smaller_ring(self.free_memory)}"
+            )
         if self.target.delta_layers and config.target.device == "cuda" and not find_spec("fla"):
             lines.append(
                 f"{self.target.delta_layers} layers of the target are Gated DeltaNet and run many "
@@ -124,7 +130,6 @@ class Facts:
         for free, what, cure in (
             (self.free_tmpfs, f"{where} has", f"enlarge {where} (docker run --shm-size)"),
             (self.free_cgroup, "the memory limit leaves", "raise the limit (docker run --memory)"),
-            (self.free_memory, "the machine's memory has", "end what else takes memory"),
         ):
             if free is None or self.ring_bytes <= free:
                 continue

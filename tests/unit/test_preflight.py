@@ -81,7 +81,7 @@ def test_the_ring_that_fits_is_not_refused(tmp_path: Path, target_dir: Path) -> 
     replace(facts, free_tmpfs=facts.ring_bytes, free_cgroup=None, free_memory=1 << 40).refuse()
 
 
-@pytest.mark.parametrize("which", ["free_tmpfs", "free_cgroup", "free_memory"])
+@pytest.mark.parametrize("which", ["free_tmpfs", "free_cgroup"])
 def test_too_large_a_ring_is_refused_with_the_slots_that_fit(
     tmp_path: Path, target_dir: Path, which: str
 ) -> None:
@@ -93,6 +93,17 @@ def test_too_large_a_ring_is_refused_with_the_slots_that_fit(
     assert "\n" not in text and text.startswith("ring.slots: 4096 slots")
     fitting = int(text.split("set ring.slots to at most ")[1].split(",")[0])
     assert ring_bytes(facts.fields, fitting) <= 2 * MIB < ring_bytes(facts.fields, fitting + 1)
+
+
+def test_a_ring_beyond_the_memory_that_the_kernel_reports_is_a_warning(
+    tmp_path: Path, target_dir: Path
+) -> None:
+    facts = facts_of(config_of(tmp_path, ring={"slots": 64}), target_dir)
+    free = dict.fromkeys(("free_tmpfs", "free_cgroup", "free_memory"), 1 << 40)
+    short = replace(facts, **free | {"free_memory": 2 * MIB})
+    short.refuse()
+    [line] = set(short.warnings()) - set(replace(facts, **free).warnings())
+    assert line.startswith("ring.slots: the ring takes") and "at most" in line
 
 
 def test_where_even_the_fewest_slots_do_not_fit_max_tokens_is_named(
