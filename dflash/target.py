@@ -38,7 +38,7 @@ __all__ = ["CaptureError", "MicroBatch", "Target", "load_ends", "micro_batches",
 
 log = logging.getLogger("target")
 
-CALL_TOKENS = 64
+CALL_TOKENS = 128
 """What one forward call costs beside its tokens, in tokens: weighs padding against more calls."""
 
 
@@ -59,8 +59,8 @@ class MicroBatch:
 
 
 def padded_length(length: int) -> int:
-    """The next of 16, 32, 48, ... 128, then four lengths an octave: 160, 192, 224, 256, 320, ..."""
-    step = max(16, (1 << (length - 1).bit_length()) // 8)
+    """The next multiple of 16 up to 128, of 64 beyond."""
+    step = 16 if length <= 128 else 64
     return -(-length // step) * step
 
 
@@ -68,7 +68,7 @@ def micro_batches(
     lengths: Sequence[int], max_tokens: int, max_length: int | None = None
 ) -> list[MicroBatch]:
     """Cut documents, longest first, into batches [b, L] with b * L <= max_tokens (a single longer
-    document excepted), b a power of two, L a `padded_length` (at most `max_length`).
+    document excepted), L a `padded_length` (at most `max_length`).
 
     The cut with the least padding, each call counted as CALL_TOKENS more: the shortest path over
     the sorted documents. No row is ever empty, so every document is in exactly one row.
@@ -83,10 +83,11 @@ def micro_batches(
     cut = [0] * (count + 1)
     for end in range(1, count + 1):
         costs = []
-        for rows in _powers_of_two(end):
-            tokens = rows * padded[end - rows]
-            if rows == 1 or tokens <= max_tokens:
-                costs.append((best[end - rows] + tokens + CALL_TOKENS, rows))
+        for start in range(end - 1, -1, -1):
+            rows, tokens = end - start, (end - start) * padded[start]
+            if rows > 1 and tokens > max_tokens:
+                break  # more rows, of a length at least as large
+            costs.append((best[start] + tokens + CALL_TOKENS, rows))
         best[end], cut[end] = min(costs)
     batches = []
     end = count
@@ -95,10 +96,6 @@ def micro_batches(
         batches.append(MicroBatch(tuple(order[start:end]), padded[start]))
         end = start
     return batches[::-1]
-
-
-def _powers_of_two(limit: int) -> list[int]:
-    return [1 << i for i in range(limit.bit_length())]
 
 
 class Target:
