@@ -44,6 +44,7 @@ def figures(found: Measured, facts: Facts, run: RunDir, attempt: Path) -> dict[s
     gpus = {place.name: place.gpu for place in facts.places}
     named = [gpu.name for gpu in gpus.values() if gpu is not None]
     metrics = run.last_metrics() or {}
+    traced = _of_traces(found, run, list(gpus))
     return {
         "bench": "pipeline",
         "gpu": named[0] if named else None,
@@ -69,7 +70,10 @@ def figures(found: Measured, facts: Facts, run: RunDir, attempt: Path) -> dict[s
         "drafter_alone_samples_per_s_per_gpu": _per(tok_per_s["drafter_alone"], docs, 1),
         "wait_s": found.waited_s,
         "wait_share": _shares(found.waited_s, both),
-        **_of_traces(found, run, list(gpus)),
+        **traced,
+        "lasting_busy_share": lasting(
+            {name: shares["both"] for name, shares in traced["busy_share"].items()}, tok_per_s
+        ),
         "nvidia_smi": {
             name: {
                 SIDES[phase]: _smi(found.smi.means(gpu.uuid, window))
@@ -92,6 +96,18 @@ def least(*values: float | None) -> float | None:
     """None where one of them is."""
     known = [value for value in values if value is not None]
     return min(known) if len(known) == len(values) else None
+
+
+def lasting(busy: dict[str, float], tok_per_s: dict[str, float | None]) -> dict[str, float]:
+    """Shares of the window, without what a side did on the backlog that it used up or made: once
+    the ring is empty, or full, it waits for the other."""
+    made, trained = tok_per_s["made"], tok_per_s["trained"]
+    if not made or not trained:
+        return {}
+    return {
+        name: share * min(1.0, made / trained if name == "trainer_0" else trained / made)
+        for name, share in busy.items()
+    }
 
 
 def _of_traces(found: Measured, run: RunDir, names: list[str]) -> dict[str, Any]:
@@ -180,10 +196,12 @@ def summary(row: dict[str, Any]) -> str:
     for name, waits in row["wait_share"].items():
         smi = (row["nvidia_smi"][name] or {}).get("both")
         seen = f", nvidia-smi {smi['utilization_gpu_percent']:.0f}%" if smi else ""
+        share = row["lasting_busy_share"].get(name)
+        lasts = f" ({percent(share)} without its backlog)" if share is not None else ""
         cores = row["cpu_cores"].get(name)
         used = f", {cores:.2f} CPU cores" if cores is not None else ""
         lines.append(
-            f"{name:13}  computes {percent(row['busy_share'][name]['both'])}{seen}, "
+            f"{name:13}  computes {percent(row['busy_share'][name]['both'])}{lasts}{seen}, "
             f"waits for slots {percent(waits)}{used}"
         )
     gb_per_s = "no" if row["gb_per_s"] is None else f"{row['gb_per_s']:.2f}"

@@ -18,7 +18,7 @@ from rings import new_path
 from tiny_step import make_arch, make_config
 
 from benchmarks.halves import BenchFailed, Halves
-from benchmarks.pipeline_figures import least
+from benchmarks.pipeline_figures import lasting, least
 from benchmarks.stand_in import StandIn
 from benchmarks.watch import Rate, Seen, Smi, Watch, Window
 from dflash.data import DataOptions, prepare_random
@@ -190,6 +190,15 @@ def wait_for(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_side_that_lived_on_a_backlog_counts_for_what_will_last() -> None:
+    """45 slots trained while 40 were made: the trainer would have waited a ninth of the time."""
+    shares = lasting({"target_0": 0.9, "trainer_0": 1.0}, {"made": 40.0, "trained": 45.0})
+    assert shares == {"target_0": 0.9, "trainer_0": 40 / 45}
+    shares = lasting({"target_0": 1.0, "trainer_0": 0.8}, {"made": 50.0, "trained": 40.0})
+    assert shares == {"target_0": 0.8, "trainer_0": 0.8}
+    assert lasting({"trainer_0": 1.0}, {"made": None, "trained": 40.0}) == {}
 
 
 def test_target_workers_stand_still_at_ready_until_they_are_released(tmp_path: Path) -> None:
