@@ -94,7 +94,7 @@ class Bench:
         }
 
     def forward(self, slots: int, kernels: int) -> dict[str, Any]:
-        """Of `slots` slots in a row, after another."""
+        """Of `slots` slots in a row, after another: the median of their rates."""
         tokens, hidden = self.config.ring.max_tokens, self.arch.hidden_size
         options: dict[str, Any] = {"dtype": self.target.dtype, "device": "cuda"}
         all_TF = torch.empty(tokens, self.arch.num_taps * hidden, **options)
@@ -119,7 +119,8 @@ class Bench:
             )
             for docs in ids[1:]
         ]
-        flop = sum(self.flop(docs) for docs in ids[1:])
+        flop = sum(self.flop(docs) for docs in ids[1:]) / sum(real)
+        tok_per_s = statistics.median(n / s for n, s in zip(real, times, strict=True))
         with profile(activities=[ProfilerActivity.CUDA]) as prof:
             if kernels:
                 self.target.capture(ids[1], all_TF, vlh_TH)
@@ -127,9 +128,9 @@ class Bench:
         table = kernel_table(prof, kernels) if kernels else {}
         return {
             "forward_s": statistics.median(times),
-            "forward_tok_per_s": sum(real) / sum(times),
-            "tflop_per_s": flop / sum(times) / 1e12,
-            "share_of_matmul_roof": flop / FLOP_PER_S / sum(times),
+            "forward_tok_per_s": tok_per_s,
+            "tflop_per_s": flop * tok_per_s / 1e12,
+            "share_of_matmul_roof": flop * tok_per_s / FLOP_PER_S,
             "padding": sum(padded) / sum(real) - 1,
             "documents_per_slot": statistics.mean(map(len, ids)),
             "shapes": sorted(
@@ -301,8 +302,8 @@ def main() -> None:
         for kernel, ms in found[-1]["kernels_ms"].items():
             print(f"{ms:9.3f} ms  {kernel}")
         print(" ".join(f"{k}={v.format(found[-1][k])}" for k, v in COLUMNS.items()))
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
