@@ -213,8 +213,9 @@ def count_syncs(state: TrainState, batch: Batch) -> int:
 
 
 def commit() -> str | None:
+    """`-dirty` where the files differ from it. None without git."""
     found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     )
     return found.stdout.strip() or None
 
