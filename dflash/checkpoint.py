@@ -9,7 +9,7 @@
       arch.json           DrafterArch
       meta.json           step, seq, pass, data fingerprint, versions
       run.yaml            the resolved config
-      COMPLETE            written last: the size of every other file
+      COMPLETE            written last: size and checksum of every other file
 
 A save writes into a temporary directory beside it, forces it to disk, and renames. Whatever a
 killed save leaves has another name or no valid COMPLETE, and the next save sweeps it.
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from .arch import DrafterArch
-from .complete import MARKER, complete_checkpoints, is_complete
+from .complete import MARKER, complete_checkpoints, damaged_files, is_complete, write_marker
 from .config import ConfigError, dump_config
 from .step import TrainState
 
@@ -114,11 +114,9 @@ def save(directory: str | Path, checkpoint: Checkpoint, keep: int) -> Path:
     (temp / "arch.json").write_text(json.dumps(checkpoint.arch.to_json(), indent=2))
     (temp / "meta.json").write_text(json.dumps(_meta(checkpoint), indent=2))
     (temp / "run.yaml").write_text(checkpoint.config_yaml)
-    sizes = {file.name: file.stat().st_size for file in sorted(temp.iterdir())}
     for file in temp.iterdir():
         _fsync(file)
-    (temp / MARKER).write_text(json.dumps(sizes))
-    _fsync(temp / MARKER)
+    _fsync(write_marker(temp))
     _fsync(temp)
     final = directory / f"step_{checkpoint.step:08d}"
     if final.exists():  # the same step again, after a resume from an earlier one
@@ -132,12 +130,18 @@ def save(directory: str | Path, checkpoint: Checkpoint, keep: int) -> Path:
 
 
 def load(path: str | Path) -> Checkpoint:
-    """Raises ConfigError for what is no complete checkpoint."""
+    """Raises ConfigError for what is no complete checkpoint, and for one with other bytes than were
+    saved."""
     from safetensors.torch import load_file
 
     path = Path(path)
     if not is_complete(path):
         raise ConfigError(f"{path}: not a complete checkpoint (no valid {MARKER} file)")
+    if damaged := damaged_files(path):
+        raise ConfigError(
+            f"{path}: {', '.join(damaged)}: not the bytes that were saved (by the checksums in "
+            f"{MARKER}): move the checkpoint away, and the one before it is the newest"
+        )
     meta = json.loads((path / "meta.json").read_text())
     return Checkpoint(
         arch=DrafterArch.from_json(json.loads((path / "arch.json").read_text())),

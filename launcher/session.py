@@ -13,6 +13,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+from dflash.complete import set_aside_damaged
 from dflash.config import Config
 from dflash.prepare import Prepared
 
@@ -90,6 +91,8 @@ class _Session:
         return code
 
     def _greet(self) -> None:
+        for line in set_aside_damaged(self._run.checkpoints):
+            self._screen.error(line)
         name, steps, done = run_argument(self._run), self._config.train.steps, self._run.last_step()
         start = f"resumes from step {done} of {steps}" if done else f"{steps} steps"
         self._screen.line(f"run {self._run.name}: {start}; logs in {self._attempt}")

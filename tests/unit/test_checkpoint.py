@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import yaml
 from tiny import drafter_arch, load_tiny
 
 from dflash import checkpoint as C
+from dflash import complete
+from dflash.complete import set_aside_damaged
 from dflash.config import ConfigError, parse_config
 from dflash.step import Batch, TrainState, train_step
 from dflash.target import load_ends
@@ -184,6 +187,46 @@ def test_the_marker_names_every_other_file(case: tuple, tmp_path: Path) -> None:
     listed = set(json.loads((path / C.MARKER).read_text()))
     assert listed == {file.name for file in path.iterdir()} - {C.MARKER}
     assert listed == {"model.safetensors", "state.pt", "arch.json", "meta.json", "run.yaml"}
+
+
+def test_one_flipped_bit_is_found_and_the_checkpoint_before_is_used(
+    case: tuple, tmp_path: Path
+) -> None:
+    saved = some_checkpoint(case)
+    older = C.save(tmp_path, saved, keep=5)
+    newest = C.save(tmp_path, replace(saved, step=99), keep=5)
+    flip_a_bit(newest / "state.pt")
+    with pytest.raises(ConfigError, match=r"step_00000099: state\.pt: not the bytes that were sav"):
+        C.load(newest)
+    lines = set_aside_damaged(tmp_path)
+    aside = tmp_path / "damaged-step_00000099"
+    assert lines == [f"checkpoint step_00000099: state.pt damaged: kept as {aside}"]
+    assert aside.is_dir() and C.latest(tmp_path) == older and C.load(older).step == 3
+    assert set_aside_damaged(tmp_path) == []
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_checkpoint_marked_with_sizes_alone_still_loads(case: tuple, tmp_path: Path) -> None:
+    path = C.save(tmp_path, some_checkpoint(case), keep=1)
+    marker = path / C.MARKER
+    entries = json.loads(marker.read_text())
+    marker.write_text(json.dumps({name: entry["bytes"] for name, entry in entries.items()}))
+    assert C.load(path).step == 3
+
+
+def test_the_checksum_is_the_crc32_of_every_chunk_s_crc32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(complete, "CHUNK_BYTES", 9)
+    # 0xCBF43926 is the crc32 of "123456789" in every catalogue of them.
+    parts = bytes.fromhex("cbf43926cbf43926") + zlib.crc32(b"2").to_bytes(4, "big")
+    (tmp_path / "file").write_bytes(b"123456789123456789" + b"2")
+    assert complete.checksum(tmp_path / "file") == f"{zlib.crc32(parts):08x}"
 
 
 def test_a_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:

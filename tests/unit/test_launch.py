@@ -209,6 +209,23 @@ def test_a_failed_half_leaves_no_ring_and_the_same_command_goes_on(
     assert (tmp_path / "runs" / "r" / "logs" / "latest").resolve().name == "attempt_2"
 
 
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_resumed(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (8, 12):
+        step_only = GOOD_TRAINER.replace("{steps:08d}", f"{step:08d}") + DYING
+        assert run(trainer=step_only) == 1
+    newest = tmp_path / "runs" / "r" / "checkpoints" / "step_00000012"
+    (newest / "arch.json").write_text("{}")
+    marker = {"arch.json": {"bytes": 2, "crc32": "00000000"}}
+    (newest / "COMPLETE").write_text(json.dumps(marker))
+    capsys.readouterr()
+    assert run() == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith("checkpoint step_00000012: arch.json damaged: kept as ")
+    assert "run r: resumes from step 8 of 20" in captured.out
+
+
 def test_the_mistake_that_prepare_finds_is_one_line_and_code_2(
     run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
