@@ -18,7 +18,7 @@ from dflash.config import RingConfig
 from shm_ring import Leftover, RingError, free_bytes, leftovers, snapshot
 
 from .gpus import list_gpus
-from .rings import LIVING
+from .rings import LIVING, disk_below
 from .rundir import package_version
 from .screen import size
 
@@ -67,6 +67,9 @@ def _shared_memory() -> Iterator[Finding]:
     free, headroom = free_bytes(SHM)
     rest = "" if headroom is None else f", the memory limit leaves {size(headroom)}"
     yield Finding(f"{SHM}: {size(free)} of {size(total)} free{rest}")
+    if (kind := disk_below(SHM)) is not None:
+        text = f"{SHM} is on {kind}, not in memory: mount -t tmpfs tmpfs {SHM}, or set ring.path"
+        yield Finding(f"{text} to a directory on a tmpfs", True)
     if total < SMALL_SHM:
         yield Finding(f"{SHM} is small: docker run --shm-size=16g, or --ipc=host", True)
 

@@ -21,7 +21,7 @@ from dflash.prepare import Prepared, random_weights_warning
 from shm_ring import Field, RingError, free_bytes, ring_bytes, snapshot
 
 from .gpus import Gpu, Need, drafter_need, list_gpus, target_need
-from .rings import LIVING, user_of
+from .rings import LIVING, disk_below, user_of
 from .screen import size
 from .slot import slot_fields
 
@@ -106,6 +106,11 @@ class Facts:
             )
         if (user := user_of(config.ring.path)) is not None:
             lines.append(f"ring.path: {config.ring.path} is in use by run {user!r}")
+        if (kind := disk_below(config.ring.path)) is not None:
+            lines.append(
+                f"ring.path: {config.ring.path} is on {kind}, not in memory: every slot is written "
+                "to the disk too; set it to a directory inside /dev/shm"
+            )
         if self.ring_bytes > self.free_memory:
             lines.append(
                 f"ring.slots: the ring takes {size(self.ring_bytes)}, and the machine reports "

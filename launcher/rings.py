@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import psutil
+
 from dflash.config import Config
 from shm_ring import (
     Field,
@@ -24,6 +26,18 @@ DYING_S = 20.0
 """How long the halves of a killed launcher may take to go: the kernel kills them, but a process
 with gigabytes of page-locked memory takes seconds to end."""
 LIVING = ("alive", "suspect")
+IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems that never write a page to a disk (tmpfs: but to swap)."""
+
+
+def disk_below(path: Path) -> str | None:
+    """The type of the file system that holds `path`, existing or not; None if it is memory, or not
+    to be found out."""
+    # Of two mounts at one place, the later one is seen, and the dict keeps it.
+    mounts = {Path(at.mountpoint): at.fstype for at in psutil.disk_partitions(all=True)}
+    real = path.resolve()
+    kind = next((mounts[at] for at in (real, *real.parents) if at in mounts), None)
+    return None if kind in IN_MEMORY else kind
 
 
 def open_ring(config: Config, fields: tuple[Field, ...], previous: Config | None) -> str:

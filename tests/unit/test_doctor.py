@@ -22,6 +22,7 @@ def shm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A directory of our own in the place of /dev/shm."""
     monkeypatch.setattr(doctor, "SHM", tmp_path)
     monkeypatch.setattr(doctor, "SMALL_SHM", 0)
+    monkeypatch.setattr(doctor, "disk_below", lambda path: None)
     return tmp_path
 
 
@@ -71,3 +72,11 @@ def test_a_small_shm_is_trouble(
     monkeypatch.setattr(doctor, "SMALL_SHM", 1 << 60)
     assert doctor_command("dflash-ring") == 1
     assert "--shm-size" in capsys.readouterr().out
+
+
+def test_a_shm_on_a_disk_is_trouble(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "disk_below", lambda path: "ext4" if path == shm else None)
+    assert doctor_command("dflash-ring") == 1
+    assert f"! {shm} is on ext4, not in memory" in capsys.readouterr().out

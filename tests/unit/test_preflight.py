@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from dflash.arch import DrafterArch, TargetArch, shipped_config
 from dflash.config import Config, ConfigError, load_config, parse_config
 from dflash.prepare import Prepared
-from launcher import preflight
+from launcher import preflight, rings
 from launcher.describe import plan_text
 from launcher.gpus import CONTEXT_BYTES, Gpu, drafter_need, parse_gpus, visible
 from launcher.preflight import Facts, check_early, refuse_early
@@ -333,6 +334,22 @@ def test_warnings_name_what_is_perhaps_not_meant(tmp_path: Path, target_dir: Pat
     warnings = facts_of(config, target_dir).warnings()
     assert warnings[0].startswith("4001 threads on ")
     assert warnings[1].startswith("eval.prompts 9: only 3 conversations are held out")
+
+
+def test_a_ring_on_a_disk_is_a_warning_with_its_file_system(
+    tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounted = [("/", "overlay"), (str(tmp_path), "tmpfs"), (str(tmp_path), "xfs")]
+    mounted.append((str(tmp_path / "memory"), "tmpfs"))
+    mounts = [SimpleNamespace(mountpoint=at, fstype=kind) for at, kind in mounted]
+    monkeypatch.setattr(rings.psutil, "disk_partitions", lambda all: mounts)
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "memory")
+    for inside, warned in (("ring", ["xfs"]), ("memory/ring", []), ("link/ring", [])):
+        config = config_of(tmp_path, ring={"path": str(tmp_path / inside)})
+        warnings = facts_of(config, target_dir).warnings()
+        found = [line.partition(" is on ")[2] for line in warnings if " is on " in line]
+        assert [line.partition(",")[0] for line in found] == warned
 
 
 def test_the_plan_shows_the_figures(tmp_path: Path, target_dir: Path) -> None:
