@@ -40,7 +40,7 @@ log = logging.getLogger("target")
 
 CALL_SHARE = 48
 """What one forward call costs beside its tokens: a 48th of a full one. Weighs padding against more
-calls. (Roughly 400 tokens on an H200 at 27B shapes, where short batches also fill the chip less.)"""
+calls. (At 27B shapes an H200 loses about 400 tokens a call: short batches fill it less.)"""
 
 
 class CaptureError(Exception):
