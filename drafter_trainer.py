@@ -24,7 +24,7 @@ from dflash import checkpoint
 from dflash.arch import DrafterArch, TargetArch
 from dflash.config import Config, ConfigError, load_config
 from dflash.feed import Feed
-from dflash.heldout import heldout_file, load_texts, measure_texts
+from dflash.heldout import Text, heldout_file, load_texts, measure_texts
 from dflash.prepare import Prepared
 from dflash.slot import slot_views
 from dflash.spans import Spans
@@ -50,7 +50,7 @@ def run(run_dir: Path) -> int:
 
     arch, steps = state.drafter.arch, config.train.steps
     # Named once, as target worker 0 does: the name changes with the target's directory.
-    texts = heldout_file(config, prepared, arch)
+    texts_file, texts = heldout_file(config, prepared, arch), list[Text]()
     fields = slot_fields(config, arch)
     on_gpu = config.drafter.device == "cuda"
     verify = config.ring.verify and not on_gpu  # there the copy is summed, on the device
@@ -70,13 +70,15 @@ def run(run_dir: Path) -> int:
         return state.step
 
     def walk_heldout() -> dict[str, float | None]:
-        """Texts come from target worker 0, and another one may have been READY before it."""
-        while not texts.exists():
+        """Texts come from target worker 0, and another one may have been READY before it. They are
+        read once: other runs may sweep the cache."""
+        while not texts and not texts_file.exists():
             child.check_stop()
             ring.beat()
             time.sleep(0.1)
         began = time.monotonic()
-        figures = measure_texts(state.drafter, state.ends, load_texts(texts), ring.beat)
+        texts.extend(load_texts(texts_file) if not texts else ())
+        figures = measure_texts(state.drafter, state.ends, texts, ring.beat)
         return figures | {"eval_s": time.monotonic() - began}
 
     saved_step = state.step

@@ -4,10 +4,14 @@ The trainer has no target, so target worker 0 decodes `eval.prompts` held-out pr
 READY and leaves texts and tapped states in the cache; every `eval.every` steps the trainer walks
 them (walk.py) and gets the tau_walk that `launch.py eval` would print for that checkpoint. Neither
 weights nor any random state are touched, so the run's bits are those of a run without it.
+
+Runs share the cache, so nobody knows whose file is whose: of the files in cache/heldout, the KEPT
+that were used last stay when a new one is made.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
@@ -32,6 +36,8 @@ from .walk import text_states, walk
 
 RECIPE = 1
 """Part of every file's name: raise it when the same settings would give other contents."""
+KEPT = 8
+"""Files in the cache: 0.3 GB each for 16 prompts of a 27B target."""
 
 
 def heldout_file(config: Config, prepared: Prepared, arch: DrafterArch) -> Path:
@@ -62,8 +68,15 @@ def leave_texts(
 ) -> str:
     """Decode, capture and save, unless it was done before. Returns one line about it; raises
     ConfigError. `before_each` prompt may raise: nothing is left then."""
+    damage = ""
     if path.exists():
-        return f"held-out texts are in {path}"
+        try:
+            load_texts(path)
+        except ConfigError as error:
+            damage = f"{error}; "
+        else:
+            path.touch()
+            return f"held-out texts are in {path}"
     limit = config.eval.max_new_tokens
     room = target.arch.max_position_embeddings - limit - config.drafter.block_size
     prompts = choose_prompts((p.tolist() for p, _ in dataset.heldout), room, config.eval.prompts)
@@ -79,7 +92,10 @@ def leave_texts(
         tokens = plain_greedy(target, prompt, limit, stop).tokens
         texts.append(Text(prompt, tokens, text_states(target, [*prompt, *tokens])))
     save_texts(path, texts)
-    return f"decoded {len(texts)} held-out prompts in {time.monotonic() - began:.1f} s: {path}"
+    _sweep(path.parent)
+    return (
+        f"{damage}decoded {len(texts)} held-out prompts in {time.monotonic() - began:.1f} s: {path}"
+    )
 
 
 def save_texts(path: Path, texts: Sequence[Text]) -> None:
@@ -92,24 +108,39 @@ def save_texts(path: Path, texts: Sequence[Text]) -> None:
         tensors[f"{index}.tokens"] = torch.tensor(text.tokens)
         tensors[f"{index}.states"] = text.states_TF.cpu()
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temp = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    descriptor, temp = tempfile.mkstemp(dir=path.parent, suffix=".safetensors.tmp")
     os.close(descriptor)
     save_file(tensors, temp)
     Path(temp).replace(path)
 
 
 def load_texts(path: Path) -> list[Text]:
+    """Raises ConfigError where the file is damaged."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    tensors = load_file(path)
-    return [
-        Text(
-            tensors[f"{index}.prompt"].tolist(),
-            tensors[f"{index}.tokens"].tolist(),
-            tensors[f"{index}.states"],
-        )
-        for index in range(len(tensors) // 3)
-    ]
+    try:
+        tensors = load_file(path)
+        return [
+            Text(
+                tensors[f"{index}.prompt"].tolist(),
+                tensors[f"{index}.tokens"].tolist(),
+                tensors[f"{index}.states"],
+            )
+            for index in range(len(tensors) // 3)
+        ]
+    except (SafetensorError, LookupError) as error:
+        raise ConfigError(
+            f"{path}: damaged ({error}): the run's next start makes it again"
+        ) from None
+
+
+def _sweep(directory: Path) -> None:
+    """Leaves the KEPT youngest; what killed saves left goes with the others."""
+    with contextlib.suppress(FileNotFoundError):  # another run sweeps too
+        files = sorted(directory.glob("*.safetensors*"), key=lambda file: file.stat().st_mtime_ns)
+        for old in files[:-KEPT]:
+            old.unlink()
 
 
 def measure_texts(

@@ -3,6 +3,7 @@ measuring does."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,9 @@ def test_the_texts_are_the_targets_own_answers_with_their_states(
         assert torch.equal(text.states_TF, text_states(run.target, [*text.prompt, *text.tokens]))
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
-    written = path.stat().st_mtime_ns
+    written = path.stat().st_ino
     assert "are in" in H.leave_texts(path, run.target, run.config, dataset, lambda: asked.append(1))
-    assert len(asked) == 3 and path.stat().st_mtime_ns == written
+    assert len(asked) == 3 and path.stat().st_ino == written
 
 
 def test_the_trainer_measures_what_eval_measures_and_nothing_else_changes(
@@ -94,3 +95,38 @@ def test_prompts_that_leave_no_room_are_a_users_mistake(run: TinyRun, tmp_path: 
     dataset = Dataset.load(prepared(run).dataset)
     with pytest.raises(ConfigError, match=r"eval.every 10: .*lower eval.max_new_tokens"):
         H.leave_texts(tmp_path / "x", run.target, config, dataset)
+
+
+def some_texts() -> list[H.Text]:
+    return [H.Text([1, 2], [3], torch.zeros(3, 4))]
+
+
+def test_the_files_used_last_stay_and_what_a_killed_save_left_goes(
+    run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(H, "KEPT", 2)
+    dataset, age = Dataset.load(prepared(run).dataset), iter((10, 20, 30))
+    for name in ("killed.safetensors.tmp", "used.safetensors", "unused.safetensors"):
+        H.save_texts(tmp_path / name, some_texts())
+        os.utime(tmp_path / name, 2 * (next(age),))
+    H.leave_texts(tmp_path / "used.safetensors", run.target, run.config, dataset)
+    H.leave_texts(tmp_path / "new.safetensors", run.target, run.config, dataset)
+    assert {file.name for file in tmp_path.iterdir()} == {"used.safetensors", "new.safetensors"}
+
+
+@pytest.mark.parametrize("damage", ["cut", "lost tensor"])
+def test_a_damaged_file_is_named_and_made_again(damage: str, run: TinyRun, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    dataset, path = Dataset.load(prepared(run).dataset), tmp_path / "x.safetensors"
+    H.leave_texts(path, run.target, run.config, dataset)
+    whole = path.read_bytes()
+    if damage == "cut":
+        path.write_bytes(whole[: len(whole) // 2])
+    else:
+        save_file({k: v for k, v in load_file(path).items() if k != "0.prompt"}, path)
+    with pytest.raises(ConfigError, match=r"x\.safetensors: damaged \("):
+        H.load_texts(path)
+    told = H.leave_texts(path, run.target, run.config, dataset)
+    assert told.startswith(f"{path}: damaged (") and "; decoded 3 held-out prompts" in told
+    assert "\n" not in told and path.read_bytes() == whole
