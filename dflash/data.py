@@ -17,10 +17,12 @@ import json
 import os
 import re
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,6 +112,16 @@ class Dataset:
 
     @classmethod
     def load(cls, path: str | Path) -> Dataset:
+        """Raises ConfigError where the file is damaged: a zip archive has a sum of each array."""
+        try:
+            return cls._read(path)
+        except (ValueError, LookupError, TypeError, EOFError, BadZipFile, zlib.error) as error:
+            raise ConfigError(
+                f"{path}: the tokenised data is damaged ({error}): delete it"
+            ) from None
+
+    @classmethod
+    def _read(cls, path: str | Path) -> Dataset:
         with np.load(path, allow_pickle=False) as arrays:
             prompts = np.split(arrays["prompts"], arrays["prompt_starts"][1:-1])
             answers = np.split(arrays["answers"], arrays["answer_starts"][1:-1])
@@ -333,7 +345,10 @@ def prepare_random(
 def _cached(name: str, build: Callable[[], Dataset]) -> tuple[Path, Dataset]:
     cached = cache_dir() / "data" / f"{name}.npz"
     if cached.exists():
-        return cached, Dataset.load(cached)
+        try:
+            return cached, Dataset.load(cached)
+        except ConfigError as error:
+            print(f"warning: {error}: done, and it is made again", flush=True)
     dataset = build()
     try:
         dataset.save(cached)

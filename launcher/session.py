@@ -167,6 +167,9 @@ def run_prepare(program: Program, screen: Screen, signals: StopSignals) -> int:
             for line in child.last_lines(LAST_LINES):
                 screen.error(f"  | {line}")
             return 1
+        for line in program.log.read_text(errors="replace").splitlines():
+            if line.startswith("warning: "):
+                screen.line(line)
         return 0
     finally:
         child.close()

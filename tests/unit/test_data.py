@@ -278,6 +278,32 @@ def test_the_second_preparation_reads_the_cache(
     assert again == path and np.array_equal(second.ids_S, first.ids_S)
 
 
+@pytest.mark.parametrize("damage", ["cut", "empty", "no archive", "a flipped bit", "lost array"])
+def test_a_damaged_dataset_is_named_and_made_again(
+    damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer, file = make_tokenizer(), write_jsonl(tmp_path / "d.jsonl", MANY)
+    key = {"stops": (tokenizer.eos_token_id,), "options": OPTIONS}
+    path, first = prepare_dataset(file, tokenizer, **key)
+    whole = path.read_bytes()
+    if damage == "lost array":
+        with np.load(path) as arrays:
+            np.savez(path, **{name: arrays[name] for name in arrays if name != "starts"})
+    elif damage == "a flipped bit":
+        at = whole.index(first.ids_S.tobytes()) + first.ids_S.nbytes // 2
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    else:
+        path.write_bytes({"cut": whole[:-300], "empty": b"", "no archive": b"x" * 99}[damage])
+    with pytest.raises(ConfigError, match=f"{path.name}: the tokenised data is damaged"):
+        Dataset.load(path)
+    capsys.readouterr()
+    again, second = prepare_dataset(file, tokenizer, **key)
+    told = capsys.readouterr().out
+    assert told.startswith(f"warning: {path}: the tokenised data is damaged") and again == path
+    assert told.count("\n") == 1 and np.array_equal(second.ids_S, first.ids_S)
+    assert np.array_equal(Dataset.load(path).ids_S, first.ids_S)
+
+
 def test_all_that_matters_changes_the_fingerprint(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "d.jsonl", MANY)
     plain, stops = make_tokenizer(), (2,)

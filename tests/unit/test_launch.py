@@ -237,6 +237,16 @@ def test_the_mistake_that_prepare_finds_is_one_line_and_code_2(
     assert not (tmp_path / "ring").exists()
 
 
+def test_a_warning_of_prepare_is_shown(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared = json.dumps(asdict(PREPARED) | {"target_dir": str(tmp_path / "target")})
+    told = "print('a detail'); print('warning: d.npz: damaged')"
+    assert run(prepare=f"import sys; {told}; open(sys.argv[2], 'w').write({prepared!r})") == 0
+    out = capsys.readouterr().out
+    assert "\nwarning: d.npz: damaged\n" in out and "a detail" not in out
+
+
 def test_a_signal_while_preparing_ends_at_once(run: Callable[..., int], tmp_path: Path) -> None:
     stopping = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)"
     assert run(prepare=stopping) == 128 + signal.SIGTERM
