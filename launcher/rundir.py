@@ -178,15 +178,17 @@ class RunDir:
     # --- starting it ---
 
     def check_resumable(self, new: Config) -> None:
-        """ConfigError where `new` would make the rest of a half-trained run another run."""
-        if not self.exists() or not self.last_step():
+        """ConfigError where `new` would make the rest of a half-trained run another run. What the
+        run was is what its newest checkpoint says: run.yaml may be gone, or edited."""
+        trained = complete_checkpoints(self.checkpoints)
+        if not trained:
             return
-        changed = [key for key in changed_keys(self.config(), new) if not _harmless(key)]
+        old = trained[-1] / "run.yaml"
+        changed = [key for key in changed_keys(load_config(old), new) if not _harmless(key)]
         if changed:
             raise ConfigError(
                 f"run {self.name} was trained to step {self.last_step()} with another "
-                f"{', '.join(changed)}: choose another run.name, or the values of "
-                f"{self.config_file}"
+                f"{', '.join(changed)}: choose another run.name, or the values of {old}"
             )
 
     def begin_attempt(self, config: Config, argv: list[str]) -> Path:

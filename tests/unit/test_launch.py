@@ -31,6 +31,7 @@ reader = RingReader(ring, "trainer_0")
 reader.rewind(reader.end_seq)
 checkpoint = run / "checkpoints" / f"step_{steps:08d}"
 checkpoint.mkdir(parents=True)
+(checkpoint / "run.yaml").write_text((run / "run.yaml").read_text())
 (checkpoint / "COMPLETE").write_text("{}")
 reader.close_run()
 reader.leave()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash.config import Config, ConfigError, parse_config
+from dflash.config import Config, ConfigError, dump_config, parse_config
 from launcher.rundir import HARMLESS, ROOT, RunDir, changed_keys
 
 
@@ -28,6 +28,7 @@ def config_of(tmp_path: Path, **changes: object) -> Config:
 def write_checkpoint(run: RunDir, step: int) -> None:
     path = run.checkpoints / f"step_{step:08d}"
     path.mkdir(parents=True)
+    (path / "run.yaml").write_text(run.config_file.read_text())
     (path / "COMPLETE").write_text("{}")
 
 
@@ -81,6 +82,20 @@ def test_a_changed_config_is_refused_by_its_keys(run: RunDir, tmp_path: Path) ->
     assert "\n" not in text
     assert "train.lr" in text and "train.steps" in text and "run.name" in text
     assert "log_every" not in text
+
+
+def test_a_lost_or_edited_run_yaml_does_not_hide_what_was_trained(
+    run: RunDir, tmp_path: Path
+) -> None:
+    write_checkpoint(run, 10)
+    changed = config_of(tmp_path, train__lr=1e-5)
+    run.config_file.write_text(dump_config(changed))
+    with pytest.raises(ConfigError, match=r"step 10 with another train\.lr"):
+        run.check_resumable(changed)
+    run.config_file.unlink()
+    with pytest.raises(ConfigError, match=r"the values of .*step_00000010/run\.yaml"):
+        run.check_resumable(changed)
+    run.check_resumable(config_of(tmp_path))
 
 
 def test_harmless_keys_may_change_on_a_resume(run: RunDir, tmp_path: Path) -> None:
