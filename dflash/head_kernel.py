@@ -111,10 +111,9 @@ def _rows_kernel(
         most = tl.maximum(most, 1e-6)
         stretch = LARGEST / most
         tl.store(grad_scale_ptr + row, most / LARGEST)
-    beaten = tl.minimum(tl.sum(tied, 0), 1)
     tl.store(loss_ptr + row, loss)
     tl.store(nll_ptr + row, nll)
-    tl.store(rank_ptr + row, tl.maximum(tl.sum(above, 0), beaten).to(tl.int64))
+    tl.store(rank_ptr + row, tl.sum(above + tied, 0).to(tl.int64))
 
     for start in range(0, vocab, BLOCK):
         at = start + lane

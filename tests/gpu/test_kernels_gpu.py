@@ -52,6 +52,16 @@ def test_the_head_equals_autograd_over_all_logits(vocab: int, kind: str, cap: fl
         assert torch.equal(found[0][3], found[1][3])
 
 
+def test_equal_logits_rank_by_id_as_a_stable_sort_puts_them() -> None:
+    torch.manual_seed(0)
+    hidden_RH = torch.randint(-1, 2, (60, 16), device="cuda").bfloat16()  # exact in any order
+    head_VH = torch.randint(-1, 2, (9001, 16), device="cuda").bfloat16()
+    label_R = torch.randint(9001, (60,), device="cuda")
+    order_RV = (hidden_RH @ head_VH.T).argsort(dim=-1, descending=True, stable=True)
+    expected = [order_RV[r].tolist().index(label) for r, label in enumerate(label_R.tolist())]
+    assert head_loss(hidden_RH, head_VH, label_R).rank_R.tolist() == expected
+
+
 def test_many_chunks_equal_one() -> None:
     torch.manual_seed(0)
     hidden_RH, head_VH = torch.randn(300, 16, device="cuda"), torch.randn(999, 16, device="cuda")

@@ -214,7 +214,21 @@ def test_rank_zero_means_that_argmax_is_the_data_token_even_among_ties() -> None
     assert (hidden_RH @ head_VH.T).argmax(dim=-1).tolist() == [1] * 5
     for loss in (head_loss, head_loss_full):
         rank = loss(hidden_RH, head_VH, torch.tensor([0, 1, 2, 3, 4])).rank_R.tolist()
-        assert rank == [4, 0, 1, 3, 1]
+        assert rank == [4, 0, 1, 3, 2]
+
+
+def test_equal_logits_rank_by_id_as_a_stable_sort_puts_them() -> None:
+    torch.manual_seed(0)
+    hidden_RH = torch.randint(-1, 2, (60, 8)).bfloat16()  # exact in any order
+    head_VH = torch.randint(-1, 2, (300, 8)).bfloat16()
+    label_R = torch.randint(300, (60,))
+    raw_RV = hidden_RH @ head_VH.T
+    order_RV = raw_RV.argsort(dim=-1, descending=True, stable=True)
+    expected = [order_RV[r].tolist().index(label) for r, label in enumerate(label_R.tolist())]
+    tied_R = (raw_RV == raw_RV.gather(1, label_R[:, None])).sum(dim=-1)
+    assert (tied_R > 2).sum() > 10
+    for loss in (head_loss, head_loss_full):
+        assert loss(hidden_RH, head_VH, label_R).rank_R.tolist() == expected
 
 
 # ---- position weights -------------------------------------------------------------------------
