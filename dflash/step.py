@@ -7,7 +7,7 @@
 anchors -> labels -> masks -> forward -> loss -> backward -> clip -> AdamW -> metrics.
 
 No host sync and no data-dependent shape inside: what changes from step to step (seed, seq, pass,
-learning rate) are 0-d tensors that `set_inputs` fills, and everything random is a function of them.
+learning rate) is one small tensor that `set_inputs` fills; everything random is a function of it.
 (On a CPU, where reading a tensor costs nothing, the attention does follow the data: grouped_masks.)
 
 Rows from total_tok on are stale: they may hold any bits, NaN too, and masking is not enough, since
@@ -49,6 +49,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+SWITCH_INTERVAL_S = 1e-4
+"""For sys.setswitchinterval in a process that launches steps. Every launch lets go of the
+interpreter lock, and a busy thread that takes it then keeps it so long: by default 5 ms."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -77,7 +81,7 @@ class TrainState:
     optimizer: MasterAdamW
     metrics: Metrics
     inputs: Tensor
-    """int64 [3]: seed, seq, pass of the step about to run."""
+    """float64 [4], exact up to 2**53: seed, seq, pass, learning rate of the step about to run."""
     dry: Tensor
     """bool, 0-d: compute all and change nothing. For the warm-up of a captured step."""
     step: int = 0
@@ -111,7 +115,7 @@ class TrainState:
             drafter, betas=train.betas, weight_decay=train.weight_decay, clip=train.clip
         )
         metrics = Metrics(drafter.arch.block_size, device)
-        inputs = torch.zeros(3, dtype=torch.int64, device=device)
+        inputs = torch.zeros(4, dtype=torch.float64, device=device)
         dry = torch.zeros((), dtype=torch.bool, device=device)
         return cls(config, drafter, ends, optimizer, metrics, inputs, dry)
 
@@ -135,12 +139,16 @@ class TrainState:
         return self.step % self.config.train.passes_per_slot
 
     def set_inputs(self, seq: int, pass_idx: int) -> None:
-        """Fill the step's inputs: stream-ordered writes to fixed addresses, no sync."""
-        train = self.config.train
-        for index, value in enumerate((self.config.run.seed, seq, pass_idx)):
-            self.inputs[index].fill_(value)
+        """Fill the step's inputs: one stream-ordered copy to a fixed address, no sync.
+
+        From a new row of pinned memory each time: torch gives one out again only after the copy
+        that reads it, and steps that run later may still wait for theirs.
+        """
+        train, pinned = self.config.train, self.inputs.is_cuda
         rate = learning_rate(self.step, total=train.steps, peak=train.lr, warmup=train.warmup)
-        self.optimizer.lr.fill_(rate)
+        values = (self.config.run.seed, seq, pass_idx, rate)
+        row = torch.tensor(values, dtype=torch.float64, pin_memory=pinned)
+        self.inputs.copy_(row, non_blocking=True)
 
 
 @functools.cache
@@ -200,6 +208,7 @@ def run_step(state: TrainState, batch: Batch) -> Tensor:
     with state.part("backward"):
         state.optimizer.gradients(loss)
     with state.part("optimizer"):
+        state.optimizer.lr.copy_(state.inputs[3])
         norm, skipped = state.optimizer.step(skip=(sums["weight"] == 0) | state.dry)
         return state.piece(_count)(state.metrics, sums, norm, skipped)
 
@@ -258,7 +267,7 @@ class Drawn(NamedTuple):
 def draw(batch: Batch, inputs: Tensor, num_anchors: int, arch: DrafterArch) -> Drawn:
     num_tokens, block = batch.ids_T.numel(), arch.block_size
     doc_T = A.documents(batch.lens_D, batch.total_tok, num_tokens)
-    seed, seq, pass_idx = inputs.unbind()
+    seed, seq, pass_idx = inputs[:3].long().unbind()
     key_T = A.hash_keys(seed, seq, pass_idx, num_tokens, doc_T.device)
     valid_T = A.valid_anchors(batch.lm_T, doc_T)
     anchors = A.sample_anchors(key_T, valid_T, doc_T, num_anchors)

@@ -101,6 +101,18 @@ def test_replays_draw_by_seq_and_pass_and_by_nothing_else() -> None:
         assert not torch.allclose(other, first, rtol=1e-2, atol=1e-2)
 
 
+def test_every_step_has_its_own_inputs_however_late_it_runs() -> None:
+    """The host is 200 steps ahead of a sleeping device."""
+    state = gpu_state()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    seen = []
+    for seq in range(200):
+        state.set_inputs(seq, seq % 3)
+        seen.append(state.inputs[:3].clone())
+    assert not torch.cuda.current_stream().query()
+    assert torch.stack(seen).tolist() == [[5, seq, seq % 3] for seq in range(200)]
+
+
 def test_a_replay_reads_what_the_batch_holds_now() -> None:
     graph, eager = (gpu_state(mode, loss="kl", lr=1e-30) for mode in ("graph", "eager"))
     batch, shorter = on_gpu(make_batch()), on_gpu(make_batch((40, 33), seed=7))

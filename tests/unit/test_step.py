@@ -221,14 +221,35 @@ def test_everything_that_changes_between_steps_is_a_tensor() -> None:
     state, batch = make_state(), make_batch()
     address = [x.data_ptr() for x in (state.inputs, state.optimizer.lr, state.optimizer.weights)]
     state.set_inputs(7, 3)
-    assert state.inputs.tolist() == [5, 7, 3]
+    rate = 0.01 / 16  # the first of 16 warm-up steps
+    assert state.inputs.tolist() == [5, 7, 3, rate]
     one = run_step(state, batch)
     assert not torch.equal(one, train_step(state, batch, seq=8, pass_idx=3))
     after = [x.data_ptr() for x in (state.inputs, state.optimizer.lr, state.optimizer.weights)]
-    assert address == after
+    assert address == after and state.optimizer.lr == torch.tensor(rate)
     grads = [p.grad for p in state.drafter.parameters()]
     flat = state.optimizer.grads.untyped_storage().data_ptr()
     assert all(g is not None and g.untyped_storage().data_ptr() == flat for g in grads)
+
+
+class Writes(TorchDispatchMode):
+    """Names of the operations that change a tensor in place: a launch each, on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_writes_a_steps_inputs_at_once() -> None:
+    state = make_state()
+    with Writes() as writes:
+        state.set_inputs(7, 3)
+    assert writes.names == ["copy_"]
 
 
 def test_slot_and_pass_follow_from_the_step() -> None:
