@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ from dflash.heldout import Text, heldout_file, load_texts, measure_texts
 from dflash.prepare import Prepared
 from dflash.slot import slot_views
 from dflash.spans import Spans
-from dflash.step import DTYPES, Batch, TrainState, train_step
+from dflash.step import DTYPES, SWITCH_INTERVAL_S, Batch, TrainState, train_step
 from dflash.target import load_ends
 from launcher import child
 from launcher.slot import slot_fields
@@ -298,6 +299,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path)
     args = parser.parse_args()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # or a launch may wait 5 ms for another thread
     child.run("trainer", 0, lambda: run(args.run_dir))
 
 

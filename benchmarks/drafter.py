@@ -255,7 +255,8 @@ def main() -> None:
         nargs="+",
         choices=NEIGHBOURS,
         default=[],
-        help="time it again beside a busy thread of this process, or busy processes on all cores",
+        help="time it again beside a busy thread of this process (which switches as the trainer, "
+        "or as Python by itself), or beside busy processes on all cores",
     )
     parser.add_argument("--kernels", type=int, default=0, help="show so many kernels' times")
     parser.add_argument("--json", type=Path, help="write all measurements there")

@@ -9,7 +9,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import NamedTuple
+
+from dflash.step import SWITCH_INTERVAL_S
 
 
 class Chip(NamedTuple):
@@ -29,21 +32,23 @@ def read_chip() -> Chip:
 
 
 @contextmanager
-def busy_thread() -> Iterator[None]:
+def busy_thread(switch_interval_s: float) -> Iterator[None]:
     """Another thread of this process that never lets go of the interpreter by itself."""
-    stop = False
+    stop, before_s = False, sys.getswitchinterval()
 
     def spin() -> None:
         while not stop:
             pass
 
     thread = threading.Thread(target=spin)
+    sys.setswitchinterval(switch_interval_s)
     thread.start()
     try:
         yield
     finally:
         stop = True
         thread.join()
+        sys.setswitchinterval(before_s)
 
 
 @contextmanager
@@ -60,6 +65,7 @@ def busy_cores() -> Iterator[None]:
 
 
 NEIGHBOURS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "thread": busy_thread,
+    "thread": partial(busy_thread, SWITCH_INTERVAL_S),  # as the trainer has it
+    "thread-5ms": partial(busy_thread, 5e-3),  # Python's default
     "cores": busy_cores,
 }

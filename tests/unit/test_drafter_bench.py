@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 
 import psutil
@@ -78,10 +79,12 @@ def test_a_busy_neighbour_is_there_inside_the_block_alone(name: str) -> None:
     def alive() -> int:
         return len(psutil.Process().children()) + threading.active_count()
 
-    before = alive()
+    before, interval_s = alive(), sys.getswitchinterval()
     with NEIGHBOURS[name]():
-        assert alive() == before + {"thread": 1, "cores": os.cpu_count()}[name]
-    assert alive() == before
+        assert alive() == before + (os.cpu_count() if name == "cores" else 1)
+        wanted_s = {"thread": 1e-4, "thread-5ms": 5e-3, "cores": interval_s}[name]
+        assert sys.getswitchinterval() == pytest.approx(wanted_s)
+    assert alive() == before and sys.getswitchinterval() == interval_s
 
 
 def test_a_case_slides_in_all_layers_or_in_all_but_the_last() -> None:
