@@ -12,6 +12,8 @@ kept, and what is to stay runs again from there.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,11 +25,15 @@ from .target import Target, layer_output
 
 
 class CachedTarget:
-    """`rollback=False` is for plain decoding: nothing is prepared for `keep`."""
+    """`rollback=False` is for plain decoding: nothing is prepared for `keep`. Raises ConfigError
+    for a target that has no such cache."""
 
     def __init__(self, target: Target, *, rollback: bool = True) -> None:
         from transformers import DynamicCache
 
+        _refuse_other_cache(target)
+        # Told every time: Bamba, for one, would count each run from 0.
+        self._told = "position_ids" in inspect.signature(type(target.model).forward).parameters
         self.target, self.rollback, self.length = target, rollback, 0
         self.cache: Any = DynamicCache(config=target.model.config)
         layers = self.cache.layers
@@ -58,7 +64,7 @@ class CachedTarget:
             self._before = [_recurrent_state(layer) for layer in self.recurrent]
         self._ids_L = ids_L
         self.length += len(ids_L)
-        return self._forward(ids_L, last_only)
+        return self._forward(ids_L, self.length - len(ids_L), last_only)
 
     def run_tree(self, ids_L: Tensor, depth_L: Tensor, sees_LL: Tensor) -> tuple[Tensor, Tensor]:
         """Append a tree of tokens: row i stands at position length + depth_L[i] and sees all that
@@ -71,6 +77,7 @@ class CachedTarget:
         mask_LS[:, past:].masked_fill_(~sees_LL, torch.finfo(self.target.dtype).min)
         return self._forward(
             ids_L,
+            past,
             last_only=False,
             attention_mask=mask_LS[None, None],
             position_ids=(past + depth_L)[None],
@@ -90,7 +97,7 @@ class CachedTarget:
         if again:
             for layer, state in zip(self.recurrent, self._before, strict=True):
                 vars(layer).update(state)
-            self._forward(self._ids_L[: len(rows)], last_only=True)
+            self._forward(self._ids_L[: len(rows)], start, last_only=True)
         self.length = start + len(rows)
 
     def _move(self, rows: Sequence[int], start: int) -> None:
@@ -100,7 +107,9 @@ class CachedTarget:
             for cached in (layer.keys, layer.values):
                 cached[..., start : start + len(rows), :] = cached.index_select(-2, from_R)
 
-    def _forward(self, ids_L: Tensor, last_only: bool, **tree: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, ids_L: Tensor, start: int, last_only: bool, **tree: Tensor
+    ) -> tuple[Tensor, Tensor]:
         taps: dict[int, Tensor] = {}
         handles = [
             self.target.layers[tap].register_forward_hook(
@@ -108,6 +117,10 @@ class CachedTarget:
             )
             for tap in self.target.taps
         ]
+        if self._told:
+            tree.setdefault(
+                "position_ids", torch.arange(start, start + len(ids_L), device=ids_L.device)[None]
+            )
         output = self.target.model(
             input_ids=ids_L[None],
             use_cache=True,
@@ -118,6 +131,20 @@ class CachedTarget:
         for handle in handles:
             handle.remove()
         return output.logits[0], torch.cat([taps[tap] for tap in self.target.taps], dim=-1)
+
+
+def _refuse_other_cache(target: Target) -> None:
+    """MiniMax has a class of its own for it, that drops no rows and keeps no states."""
+    from transformers import DynamicCache
+
+    family = sys.modules[type(target.model).__module__]
+    for name, value in vars(family).items():
+        if isinstance(value, type) and issubclass(value, DynamicCache) and value != DynamicCache:
+            raise ConfigError(
+                f"target.model: {target.directory}: {type(target.model).__name__} decodes with a "
+                f"{name} alone, which can't take back a rejected draft: no eval and no eval.every "
+                "for this target"
+            )
 
 
 def _recurrent_state(layer: Any) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from tiny import FAMILIES, VOCAB, drafter_arch, load_tiny, random_drafter
 
 from dflash import decode
 from dflash.arch import TargetArch
+from dflash.cached import CachedTarget
+from dflash.config import ConfigError
 from dflash.decode import Decoded, Round, compare, plain_greedy, speculative_greedy
 from dflash.metrics import tau_walk
 from dflash.target import Target, resolve_target
@@ -115,6 +117,26 @@ def test_a_layer_with_a_state_and_keys_is_rolled_back_whole(
     drafted = speculative_greedy(target, drafter, target.ends(), prompt, 30, stop=NEVER)
     assert drafted.tokens == known
     assert len(set(accepted(drafted))) > 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "falcon_h1", "bamba"])
+def test_runs_with_the_cache_give_the_uncached_logits(family: str, tmp_path: Path) -> None:
+    target, ids_L = load_tiny(tmp_path, family), torch.tensor(prompt_ids(1, length=30))
+    with torch.inference_mode():
+        wanted_LV = target.model(input_ids=ids_L[None], use_cache=False).logits[0]
+        cached = CachedTarget(target)
+        cached.run(ids_L[:20])
+        cached.keep(range(20))
+        cached.run(torch.tensor([*ids_L[20:23], 5, 6, 7]))
+        cached.keep(range(3))
+        found_LV = torch.cat([cached.run(ids_L[at])[0] for at in (slice(23, 24), slice(24, 30))])
+    torch.testing.assert_close(found_LV, wanted_LV[23:], rtol=1e-4, atol=1e-4)
+
+
+def test_a_target_with_a_cache_of_its_own_is_refused_by_name(tmp_path: Path) -> None:
+    target = load_tiny(tmp_path, "minimax")
+    with pytest.raises(ConfigError, match=r"MiniMaxForCausalLM decodes with a MiniMaxCache alone"):
+        plain_greedy(target, prompt_ids(0), 5)
 
 
 def test_a_perfect_drafter_is_accepted_whole(

@@ -53,9 +53,38 @@ def tiny_config(family: str) -> Any:
             mamba_d_state=8,
             mamba_chunk_size=16,
         )
+    del sizes["head_dim"]
+    if family == "bamba":  # its own default positions forget the cache
+        return transformers.BambaConfig(
+            **sizes,
+            attn_layer_indices=[1, 3],
+            mamba_n_heads=8,
+            mamba_d_head=8,
+            mamba_n_groups=1,
+            mamba_d_state=8,
+            mamba_chunk_size=16,
+        )
+    if family == "jamba":  # several tokens at once forget its recurrent state
+        return transformers.JambaConfig(
+            **sizes,
+            num_experts=2,
+            num_experts_per_tok=1,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            mamba_d_state=8,
+            mamba_dt_rank=4,
+        )
+    if family == "minimax":  # a cache class of its own
+        kinds = ["linear_attention", "full_attention"] * 2
+        return transformers.MiniMaxConfig(
+            **sizes, head_dim=8, num_local_experts=2, block_size=16, layer_types=kinds
+        )
     assert family == "qwen3_5"
     return transformers.Qwen3_5TextConfig(
         **sizes,
+        head_dim=8,
         tie_word_embeddings=False,
         layer_types=["linear_attention"] * 3 + ["full_attention"],
         linear_num_key_heads=2,
