@@ -131,7 +131,7 @@ class TrainState:
 
     @property
     def slot(self) -> int:
-        """t: which of the trainer's slots the next step reads. Its seq is t * world + rank."""
+        """The seq of the slot that the next step reads."""
         return self.step // self.config.train.passes_per_slot
 
     @property
