@@ -3,10 +3,15 @@
 Two short documents go through `Target.capture`; beside it, the whole causal LM runs on each of
 them alone, watched by plain forward hooks and by its own `output_hidden_states`. Most drafters
 that train well and serve badly were trained on states that fail one of these lines.
+
+Last, what decoding will need: that the stock model goes on from its own cache as if it had read the
+whole text. Where it does not, the states are still right, and other programs may serve the target
+well; but `eval` can't, so that is a warning.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,10 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from .cached import CachedTarget
 from .target import CaptureError, layer_output, padded_length
 
 if TYPE_CHECKING:
     from .target import Target
+
+log = logging.getLogger("target")
 
 LONG, SHORT = padded_length(33), 21
 """Document lengths: the first needs no padding, so that its forward is the reference's own shape
@@ -41,7 +49,7 @@ class Reference:
 
 
 def self_test(target: Target, documents: Sequence[np.ndarray] | None = None) -> None:
-    """Raises CaptureError, naming layer and size."""
+    """Raises CaptureError, naming layer and size. Warns of a target that `eval` can't decode."""
     docs = _two_documents(target, documents)
     slot, (vlh_TH, all_TF) = _capture(target, docs, vlh=True), _capture(target, docs[:1], vlh=True)
     references = [_reference(target, ids) for ids in docs]
@@ -49,6 +57,14 @@ def self_test(target: Target, documents: Sequence[np.ndarray] | None = None) -> 
     _check_ends(target, docs[0], references[0], vlh_TH)
     _check_early_stop(target, docs[:1], all_TF)
     _check_in_slot(target, docs, references, slot)
+    problem = (
+        "" if target.random_weights else cache_problem(target, docs[0], references[0].logits_TV)
+    )
+    if problem:
+        log.warning(
+            "target self-test: %s: neither `eval` nor eval.every will be right for this target",
+            problem,
+        )
 
 
 def _same_shape(target: Target) -> float:
@@ -167,6 +183,32 @@ def _check_in_slot(
             limit,
             f"the last hidden state, document {number} in a slot and alone",
         )
+
+
+@torch.inference_mode()
+def cache_problem(target: Target, ids: np.ndarray, logits_TV: torch.Tensor) -> str:
+    """What is wrong where the document is read in decoding's way (a prompt, a block with a rejected
+    tail, a longer block), compared with logits_TV, the uncached forward's; empty if nothing is.
+
+    In bfloat16 only what is larger than its rounding shows: a lost state does, once it matters.
+    """
+    name = type(target.model).__name__
+    ids_T = torch.as_tensor(ids, dtype=torch.int64, device=target.device)
+    start = len(ids) // 2
+    try:
+        cached = CachedTarget(target)
+        cached.run(ids_T[:start])
+        cached.keep(range(start))
+        first_KV, _ = cached.run(torch.cat((ids_T[start : start + 1], ids_T[:3])))
+        cached.keep([0])
+        rest_KV, _ = cached.run(ids_T[start + 1 :])
+    except Exception as error:  # whatever its code raises, the states are right
+        return f"{name} can't decode with a cache ({' '.join(str(error).split())[:200]})"
+    wanted_KV = logits_TV[start:]
+    gap = (torch.cat((first_KV[:1], rest_KV)).float() - wanted_KV).norm() / wanted_KV.norm()
+    if gap <= OTHER_SHAPE[target.dtype]:
+        return ""
+    return f"{name} does not go on from its own cache (logits differ by {gap:.1e} of their size)"
 
 
 def _by_tap(target: Target, all_TF: torch.Tensor) -> list[tuple[int, torch.Tensor]]:

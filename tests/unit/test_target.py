@@ -178,6 +178,25 @@ def test_every_family_passes_the_self_test(family: str, dtype: torch.dtype, tmp_
     load_tiny(tmp_path, family, taps=(0, 2, 3), dtype=dtype).self_test(documents(9, 30))
 
 
+@pytest.mark.parametrize(
+    ("family", "warned"),
+    [
+        ("jamba", "JambaForCausalLM does not go on from its own cache (logits differ by "),
+        ("minimax", "MiniMaxForCausalLM can't decode with a cache (target.model: "),
+        ("bamba", ""),
+        ("falcon_h1", ""),
+        ("qwen3_5", ""),
+    ],
+)
+def test_a_target_that_eval_cannot_decode_is_a_warning_at_the_start(
+    family: str, warned: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_tiny(tmp_path, family).self_test(documents(9, 30))
+    found = [record.getMessage() for record in caplog.records if record.name == "target"]
+    assert len(found) == bool(warned) and warned in "".join(found)
+    assert "\n" not in "".join(found)
+
+
 def test_a_tap_that_is_off_by_one_fails_the_self_test_by_its_layer(tmp_path: Path) -> None:
     target = load_tiny(tmp_path, "qwen3", taps=(0, 2))
     capture_right = target.capture
