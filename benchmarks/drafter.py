@@ -31,7 +31,7 @@ from dflash.flex import context_range
 from dflash.model import DFlashDrafter, FrozenEnds
 from dflash.step import DTYPES, Batch, TrainState, draw, masks, train_step
 
-from .load import NEIGHBOURS, Chip, read_chip
+from .load import NEIGHBOURS, Chip, chip_figures, read_chip
 from .shapes import SHAPES, Case, floor_s, step_flop
 
 WARM_UP_S = 2.0
@@ -143,8 +143,7 @@ def measure(case: Case, steps: int, kernels: int, beside: list[str]) -> dict[str
         "first_steps_s": first_s,
         "masks_s": time_masks(state, batch),
         **{f"step_s_beside_{name}": time_beside(state, batch, name, len(times)) for name in beside},
-        "sm_mhz": statistics.median(chip.sm_mhz for chip in chips) if chips else None,
-        "watt": statistics.median(chip.watt for chip in chips) if chips else None,
+        **chip_figures(chips),
         "kernels_ms": table,
         "loss_value": figures["loss"],
         "grad_norm": figures["grad_norm"],
@@ -237,6 +236,7 @@ COLUMNS = {
     "masks_s": "{:.6f}",
     "sm_mhz": "{}",
     "watt": "{}",
+    "held_by": "{}",
 }
 
 

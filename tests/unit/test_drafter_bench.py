@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.load import NEIGHBOURS
+from benchmarks.load import NEIGHBOURS, Chip, chip_figures, chip_of
 from benchmarks.shapes import SHAPES, Case, Shapes, floor_s, step_flop
 from dflash.model import DFlashDrafter, FrozenEnds
 from dflash.step import Batch, TrainState, forward_loss
@@ -85,6 +85,15 @@ def test_a_busy_neighbour_is_there_inside_the_block_alone(name: str) -> None:
         wanted_s = {"thread": 1e-4, "thread-5ms": 5e-3, "cores": interval_s}[name]
         assert sys.getswitchinterval() == pytest.approx(wanted_s)
     assert alive() == before and sys.getswitchinterval() == interval_s
+
+
+def test_a_chips_figures_are_medians_and_every_reason_for_a_low_clock() -> None:
+    """The first line is an H200's."""
+    lines = ["1545, 690.65, 0x0000000000000004\n", "1470, 695, 0x40\n", "1980, 375, 0x0\n"]
+    chips = [chip_of(line) for line in lines]
+    assert chips[0] == Chip(1545, 690.65, 4)
+    assert chip_figures(chips) == {"sm_mhz": 1545, "watt": 690.65, "held_by": "0x44"}
+    assert chip_figures([]) == {"sm_mhz": None, "watt": None, "held_by": None}
 
 
 def test_a_case_slides_in_all_layers_or_in_all_but_the_last() -> None:
