@@ -24,7 +24,8 @@ from dflash.config import ConfigError
 from shm_ring import RingError, Stopped
 
 NOTIFY_FD = "DFLASH_RING_NOTIFY_FD"
-"""Environment variable: the write end of the launcher's pipe, lines `READY text`, `ERROR text`."""
+"""Environment variable: the write end of the launcher's pipe, lines `READY text`, `WARNING text`,
+`ERROR text`."""
 HOLD = "DFLASH_RING_HOLD"
 """Environment variable: whoever sets it wants the half stopped (SIGSTOP) at READY, before it has
 touched a slot, and will continue it: `bench pipeline` measures the halves one by one."""
@@ -36,12 +37,14 @@ _stop_signals: list[int] = []
 
 
 def run(role: str, rank: int, main: Callable[[], int | None]) -> NoReturn:
-    """Run a half's `main` and leave the process with its code; None is 0.
+    """Run a half's `main` and leave the process with its code; None is 0. The launcher shows what
+    is logged as a warning, or worse, to the logger named `role`.
 
     A ConfigError ends in one line and code 2, a RingError in one line and code 1, a stop request
     that `main` did not handle (shm_ring.Stopped) in code 3, anything else in its traceback.
     """
     _start(f"{role}_{rank}")
+    logging.getLogger(role).addHandler(_Tell(logging.WARNING))
     try:
         code = main() or DONE
     except Stopped:
@@ -76,6 +79,11 @@ def check_stop() -> None:
     """`stop_requested` for work that can only be given up. Raises Stopped."""
     if stop_requested():
         raise Stopped
+
+
+class _Tell(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        _notify(f"WARNING {' '.join(record.getMessage().split())}")
 
 
 def _start(name: str) -> None:

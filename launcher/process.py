@@ -53,13 +53,14 @@ def thread_env(threads: int) -> dict[str, str]:
 
 
 class Child:
-    """A running Program. `ready` and `errors` fill as `listen` hears them."""
+    """A running Program. `ready`, `warnings` and `errors` fill as `listen` hears them."""
 
     def __init__(self, program: Program, process: subprocess.Popen[bytes], pipe: int) -> None:
         self.program = program
         self.name = program.name
         self.ready: str | None = None
         """What it said with READY; None before."""
+        self.warnings: list[str] = []
         self.errors: list[str] = []
         self._process = process
         self._pipe = pipe
@@ -114,6 +115,8 @@ class Child:
             kind, _, text = line.decode(errors="replace").partition(" ")
             if kind == "READY":
                 self.ready = text
+            elif kind == "WARNING":
+                self.warnings.append(text)
             elif kind == "ERROR":
                 self.errors.append(text)
 

@@ -62,6 +62,7 @@ class Supervisor:
         self._on_stopping = on_stopping
         self._children: list[Child] = []
         self._suspects: set[str] = set()
+        self._warned: set[str] = set()
         self._next_look = 0.0
         self._made_all = False
 
@@ -98,10 +99,16 @@ class Supervisor:
     # --- looking ---
 
     def _hear(self) -> None:
-        """READY of each half once, and each new line of metrics."""
+        """READY of each half and each warning once (the target workers have the same ones), and
+        each new line of metrics."""
         for child in self._children:
             was_ready = child.ready is not None
             child.listen()
+            for text in child.warnings:
+                if text not in self._warned:
+                    self._screen.line(f"warning: {child.name}: {text}")
+                    self._warned.add(text)
+            child.warnings.clear()
             if child.ready is not None and not was_ready:
                 self._screen.line(f"{child.name} ready (pid {child.pid}) {child.ready}".rstrip())
         if self._trainer.ready is not None:

@@ -171,6 +171,26 @@ def test_a_users_mistake_in_a_half_is_one_line_and_code_2(
     assert capsys.readouterr().err == "trainer_0: target.taps: [99]: no such layer\n"
 
 
+def test_the_warnings_of_a_half_are_shown_once(
+    supervise: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = """
+    import logging
+    from launcher import child
+    def main():
+        log = logging.getLogger("target")
+        log.info("a detail")
+        for _ in range(2): log.warning("slow\\n%s", "layers")
+        logging.getLogger("a library").warning("not ours")
+        return 1
+    child.run("target", 0, main)
+    """
+    assert supervise(f"{SAVING_TRAINER}\nsleep_forever()", target) == 1
+    out = capsys.readouterr().out
+    assert out.count("warning: target_0: slow layers\n") == 1
+    assert "a detail" not in out and "not ours" not in out
+
+
 def test_a_target_that_leaves_early_is_a_failure(
     supervise: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
