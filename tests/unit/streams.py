@@ -44,7 +44,7 @@ class Race(TorchDispatchMode):
             "cuda.Event": lambda: Event(self),
             "cuda.current_stream": lambda: self.current,
             "cuda.stream": self._on,
-            "Tensor.pin_memory": self._pinned,
+            "Tensor.pin_memory": lambda tensor: self._pinned(tensor),
             "Tensor.record_stream": lambda tensor, stream: None,
         }.items():
             self._patches.enter_context(mock.patch(f"torch.{name}", stand_in))
