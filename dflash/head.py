@@ -9,6 +9,10 @@ In float8 every row has a float32 scale that makes its largest entry 448, the la
 scale must stand outside of the sum, so there are two copies of the head: rows of tokens for the
 logits, rows of hidden units for the gradient. A CPU multiplies the dequantised numbers: the same
 but for the order of the sums.
+
+What it costs, on SmolLM2-135M: 93 % of the target's own positions keep their top-1 (bf16: 99 %),
+and a drafter's gradient is off by 19 to 26 % of its length (bf16: 1 %). All rows see the same
+rounded weights, so more rows do not average it out. docs/lab-notebook.md has more.
 """
 
 from __future__ import annotations
