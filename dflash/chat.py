@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,27 +23,41 @@ from .config import ConfigError
 Messages = list[dict[str, Any]]
 Ids = NDArray[np.int32]
 Mask = NDArray[np.bool_]
+TemplateKwargs = Mapping[str, Any]
+"""data.template_kwargs: variables of the target's chat template."""
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 RESERVED = re.compile(r"reserved|unused|dummy|placeholder|mask", re.IGNORECASE)
 
 
-def render(tokenizer: Any, messages: Messages, stops: Iterable[int]) -> tuple[Ids, Mask]:
+def render(
+    tokenizer: Any, messages: Messages, stops: Iterable[int], kwargs: TemplateKwargs
+) -> tuple[Ids, Mask]:
     """The whole conversation as the target's template renders it: ids [n], and which are trained.
 
     `stops`: the ids that end a turn when the target generates. Raises ConfigError where the
     template can't be masked, or trains no stop token.
     """
     marked = bool(GENERATION.search(_template(tokenizer)))
-    ids, mask = (_by_generation_mark if marked else _by_prefixes)(tokenizer, messages, set(stops))
+    by_rule = _by_generation_mark if marked else _by_prefixes
+    ids, mask = by_rule(tokenizer, messages, set(stops), kwargs)
     if not mask.any():
         raise ConfigError("nothing of this conversation would be trained: its answers are empty")
     return ids, mask
 
 
-def prompt_ids(tokenizer: Any, messages: Messages) -> Ids:
+def prompt_ids(tokenizer: Any, messages: Messages, kwargs: TemplateKwargs) -> Ids:
     """`messages` and the generation prompt: what a server feeds the target for the next answer."""
-    return _ids(tokenizer, messages, add_generation_prompt=True)
+    return _ids(tokenizer, messages, kwargs, add_generation_prompt=True)
+
+
+def check_kwargs(tokenizer: Any, kwargs: TemplateKwargs) -> None:
+    """Raises ConfigError for one that the template never reads: it would do nothing."""
+    for name in kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", _template(tokenizer)):
+            raise ConfigError(
+                f"data.template_kwargs: {name}: the target's chat template has no such variable"
+            )
 
 
 def first_answer(messages: Messages) -> int:
@@ -61,23 +75,25 @@ def _template(tokenizer: Any) -> str:
         ) from None
 
 
-def _render(tokenizer: Any, messages: Messages, **options: Any) -> Any:
+def _render(tokenizer: Any, messages: Messages, kwargs: TemplateKwargs, **options: Any) -> Any:
     try:
-        return tokenizer.apply_chat_template(messages, return_dict=True, **options)
+        return tokenizer.apply_chat_template(messages, return_dict=True, **options, **kwargs)
     except TemplateError as error:
         raise ConfigError(f"the chat template refuses this conversation: {error}") from None
 
 
-def _ids(tokenizer: Any, messages: Messages, **options: Any) -> Ids:
-    return np.array(_render(tokenizer, messages, **options)["input_ids"], np.int32)
+def _ids(tokenizer: Any, messages: Messages, kwargs: TemplateKwargs, **options: Any) -> Ids:
+    return np.array(_render(tokenizer, messages, kwargs, **options)["input_ids"], np.int32)
 
 
 def _starts_with(ids: Ids, prefix: Ids) -> bool:
     return len(prefix) <= len(ids) and np.array_equal(ids[: len(prefix)], prefix)
 
 
-def _by_generation_mark(tokenizer: Any, messages: Messages, stops: set[int]) -> tuple[Ids, Mask]:
-    out = _render(tokenizer, messages, return_assistant_tokens_mask=True)
+def _by_generation_mark(
+    tokenizer: Any, messages: Messages, stops: set[int], kwargs: TemplateKwargs
+) -> tuple[Ids, Mask]:
+    out = _render(tokenizer, messages, kwargs, return_assistant_tokens_mask=True)
     ids, mask = np.array(out["input_ids"], np.int32), np.array(out["assistant_masks"], bool)
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
     for end in edges[1::2]:
@@ -86,7 +102,7 @@ def _by_generation_mark(tokenizer: Any, messages: Messages, stops: set[int]) -> 
         elif ids[end - 1] not in stops:
             raise _no_stop(tokenizer, stops)
     last = max(n for n, message in enumerate(messages) if message["role"] == "assistant")
-    before = prompt_ids(tokenizer, messages[:last])
+    before = prompt_ids(tokenizer, messages[:last], kwargs)
     if len(edges) and not (_starts_with(ids, before) and edges[-2] >= len(before)):
         raise ConfigError(
             "the chat template's {% generation %} part is not what follows its generation prompt: "
@@ -95,14 +111,17 @@ def _by_generation_mark(tokenizer: Any, messages: Messages, stops: set[int]) -> 
     return ids, mask
 
 
-def _by_prefixes(tokenizer: Any, messages: Messages, stops: set[int]) -> tuple[Ids, Mask]:
-    ids = _ids(tokenizer, messages)
+def _by_prefixes(
+    tokenizer: Any, messages: Messages, stops: set[int], kwargs: TemplateKwargs
+) -> tuple[Ids, Mask]:
+    ids = _ids(tokenizer, messages, kwargs)
     mask = np.zeros(len(ids), bool)
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = prompt_ids(tokenizer, messages[:turn])
-        through = _ids(tokenizer, messages[: turn + 1]) if turn + 1 < len(messages) else ids
+        before = prompt_ids(tokenizer, messages[:turn], kwargs)
+        last = turn + 1 == len(messages)
+        through = ids if last else _ids(tokenizer, messages[: turn + 1], kwargs)
         if not _starts_with(through, before):
             raise ConfigError(
                 f"message {turn + 1}: the answer does not follow the template's generation prompt "

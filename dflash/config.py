@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from .config_errors import explain
 from .random_documents import RandomDocuments
@@ -35,6 +35,15 @@ LayerType = Literal["full_attention", "sliding_attention"]
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+OWN_TEMPLATE_KWARGS = (
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)  # fmt: skip
+"""Of apply_chat_template itself: what they are is not for a config to say."""
 
 
 class RunConfig(Section):
@@ -58,10 +67,16 @@ class DataConfig(Section):
     """Share of the conversations kept for evaluation, by a hash of the first user message."""
     min_supervised_tokens: Count = 4
     """Conversations with fewer trained tokens are dropped, and counted."""
+    template_kwargs: dict[str, JsonValue] = {}
+    """What the target's chat template is told, as {enable_thinking: false}: in training and `eval`
+    alike. Serve it with the same."""
 
     @model_validator(mode="after")
     def _form(self) -> DataConfig:
-        RandomDocuments.parse(self.path)
+        if RandomDocuments.parse(self.path) is not None and self.template_kwargs:
+            raise ValueError("template_kwargs mean nothing with random documents: leave them out")
+        if own := [key for key in self.template_kwargs if key in OWN_TEMPLATE_KWARGS]:
+            raise ValueError(f"template_kwargs: {', '.join(own)}: not a variable of chat templates")
         return self
 
     @property

@@ -27,7 +27,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from .chat import Ids, Mask, Messages, first_answer, prompt_ids, render
+from .chat import Ids, Mask, Messages, TemplateKwargs, first_answer, prompt_ids, render
 from .config import ConfigError, cache_dir
 from .random_documents import RandomDocuments
 
@@ -43,6 +43,8 @@ class DataOptions:
     """Longer documents are cut there: a slot's size, or the target's context if that is less."""
     heldout: float
     min_supervised_tokens: int
+    template_kwargs: TemplateKwargs = field(default_factory=dict, repr=False)
+    """Not in the repr, which is part of every fingerprint: none keeps the older ones."""
 
 
 @dataclass(frozen=True)
@@ -285,8 +287,9 @@ def build_dataset(
     builder = _Builder(options)
     for number, messages in read_conversations(path):
         try:
-            ids, mask = render(tokenizer, messages, stops)
-            prompt = prompt_ids(tokenizer, messages[: first_answer(messages)])
+            ids, mask = render(tokenizer, messages, stops, options.template_kwargs)
+            asked = messages[: first_answer(messages)]
+            prompt = prompt_ids(tokenizer, asked, options.template_kwargs)
         except ConfigError as error:
             raise ConfigError(f"{path}:{number}: {error}") from None
         builder.add(ids, mask, prompt, is_heldout(messages, options.heldout))
@@ -303,6 +306,8 @@ def fingerprint(
 ) -> str:
     """16 hex digits of all that a dataset hangs on: file, tokenizer, template, stops, options."""
     digest = hashlib.sha256(f"recipe {RECIPE} {sorted(stops)} {options}".encode())
+    if options.template_kwargs:
+        digest.update(json.dumps(dict(options.template_kwargs), sort_keys=True).encode())
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"data.path: {path}: no such file")

@@ -104,6 +104,7 @@ def serving_name(config: Config, target_dir: Path) -> str:
 
 def facts(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
     arch, train = checkpoint.arch, config.train
+    told = json.dumps(config.data.template_kwargs)
     window = f", window {arch.sliding_window}" if arch.sliding_window else ""
     return {
         "target": f"{config.target.model} ({arch.num_target_layers} layers)",
@@ -114,6 +115,7 @@ def facts(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
         "mask token": arch.mask_token_id,
         "training": f"{checkpoint.step} of {train.steps} steps, loss {train.loss}, lr {train.lr:g}",
         "data": f"fingerprint {checkpoint.data_fingerprint}",
+        **({"chat template": f"told `{told}`: ask with the same"} if told != "{}" else {}),
         "trained with": ", ".join(f"{k} {v}" for k, v in sorted(checkpoint.versions.items())),
     }
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from .arch import DrafterArch, TargetArch
-from .chat import pick_mask_token
+from .chat import check_kwargs, pick_mask_token
 from .config import Config, ConfigError, load_config
 from .data import DataOptions, Dataset, prepare_dataset, prepare_random
 from .plan import Plan
@@ -82,6 +82,7 @@ def prepare(config: Config) -> Prepared:
         max_tokens=min(config.ring.max_tokens, target.max_position_embeddings),
         heldout=config.data.heldout,
         min_supervised_tokens=config.data.min_supervised_tokens,
+        template_kwargs=config.data.template_kwargs,
     )
     tokenizer = None
     if config.data.random is not None:
@@ -89,6 +90,7 @@ def prepare(config: Config) -> Prepared:
         mask_token_id = target.vocab_size - 1  # none of them has it
     else:
         tokenizer = _tokenizer(config, target_dir)
+        check_kwargs(tokenizer, config.data.template_kwargs)
         stops = stop_ids(target, tokenizer)
         path, dataset = prepare_dataset(config.data.path, tokenizer, stops=stops, options=options)
         used = dataset.used_ids()

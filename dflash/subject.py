@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from .arch import DrafterArch
-from .chat import first_answer, prompt_ids
+from .chat import TemplateKwargs, first_answer, prompt_ids
 from .checkpoint import find_checkpoint, load
 from .config import Config, ConfigError, parse_config
 from .data import Dataset, read_conversations
@@ -77,7 +77,8 @@ def load_prompts(subject: Subject, data: list[str] | None, tokenizer: Any) -> li
     """The first prompts of every conversation of each JSONL file, or the held-out ones of the
     run. Raises ConfigError."""
     if data:
-        return [_prompts_of_file(Path(path), tokenizer) for path in data]
+        kwargs = subject.config.data.template_kwargs if subject.config else {}
+        return [_prompts_of_file(Path(path), tokenizer, kwargs) for path in data]
     return [_heldout_prompts(subject)]
 
 
@@ -101,9 +102,9 @@ def _heldout_prompts(subject: Subject) -> PromptSet:
     return PromptSet("held-out", known["fingerprint"], [ids.tolist() for ids, _ in heldout])
 
 
-def _prompts_of_file(path: Path, tokenizer: Any) -> PromptSet:
+def _prompts_of_file(path: Path, tokenizer: Any, kwargs: TemplateKwargs) -> PromptSet:
     prompts = [
-        tuple(prompt_ids(tokenizer, messages[: first_answer(messages)]).tolist())
+        tuple(prompt_ids(tokenizer, messages[: first_answer(messages)], kwargs).tolist())
         for _, messages in read_conversations(path)
     ]
     unique = list(dict.fromkeys(prompts))

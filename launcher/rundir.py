@@ -246,7 +246,8 @@ def live_runs() -> list[RunDir]:
 def changed_keys(old: Config, new: Config) -> list[str]:
     """Dotted names of the values that differ."""
     a, b = (dict(_flatten(c.model_dump(mode="json"))) for c in (old, new))
-    return [key for key in a if a[key] != b[key]]
+    # A mapping's own keys (data.template_kwargs) may be in one of them only.
+    return [key for key in dict.fromkeys([*a, *b]) if a.get(key, ...) != b.get(key, ...)]
 
 
 def _flatten(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

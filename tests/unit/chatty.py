@@ -36,6 +36,13 @@ DROPS_THINKING = chatml(
 )
 
 
+def may_think(mark: str = "") -> str:
+    """As Qwen3's: without thinking, an empty thought stands before the answer."""
+    thought = "{% if enable_thinking is false %}{{ '<think></think>\n' }}{% endif %}"
+    end = "{% endgeneration %}" if mark else ""
+    return chatml(thought + mark + ANSWER + CLOSE + end, prompt="' }}" + thought + "{{ '")
+
+
 def make_tokenizer(template: str | None = PLAIN, extra: tuple[str, ...] = (SPARE,)) -> Any:
     """Byte-level BPE with a few merges (two newlines are one token), and five special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -19,11 +19,12 @@ from chatty import (
     START,
     chatml,
     make_tokenizer,
+    may_think,
     talk,
 )
 
 from dflash.arch import TargetArch
-from dflash.chat import pick_mask_token, prompt_ids, render
+from dflash.chat import check_kwargs, pick_mask_token, prompt_ids, render
 from dflash.config import ConfigError
 
 ONE = talk("what is it?", "the answer is 42")
@@ -41,7 +42,7 @@ def trained(tokenizer: Any, ids: np.ndarray, mask: np.ndarray) -> list[str]:
 
 def rendered(template: str, messages: list[dict[str, str]]) -> tuple[Any, np.ndarray, np.ndarray]:
     tokenizer = make_tokenizer(template)
-    return tokenizer, *render(tokenizer, messages, [tokenizer.eos_token_id])
+    return tokenizer, *render(tokenizer, messages, [tokenizer.eos_token_id], {})
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED, MARKED_SHORT])
@@ -69,7 +70,28 @@ def test_the_text_is_what_the_template_serves(template: str) -> None:
     served = tokenizer.apply_chat_template(TWO[:-1], tokenize=False, add_generation_prompt=True)
     last = int(np.flatnonzero(np.diff(mask))[-2]) + 1  # where the last trained stretch begins
     assert tokenizer.decode(ids[:last]) == served
-    assert np.array_equal(ids[:last], prompt_ids(tokenizer, TWO[:-1]))
+    assert np.array_equal(ids[:last], prompt_ids(tokenizer, TWO[:-1], {}))
+
+
+@pytest.mark.parametrize("mark", ["", "{% generation %}"])
+@pytest.mark.parametrize("thinks", [True, False])
+def test_the_template_is_told_what_the_config_says(mark: str, thinks: bool) -> None:
+    kwargs = {"enable_thinking": thinks}
+    tokenizer = make_tokenizer(may_think(mark))
+    ids, mask = render(tokenizer, ONE, [tokenizer.eos_token_id], kwargs)
+    assert trained(tokenizer, ids, mask) == ["the answer is 42" + END]
+    served = tokenizer.apply_chat_template(
+        ONE[:-1], tokenize=False, add_generation_prompt=True, enable_thinking=thinks
+    )
+    assert served.endswith("</think>\n") == (not thinks)
+    assert tokenizer.decode(ids[: int(np.argmax(mask))]) == served
+    assert tokenizer.decode(prompt_ids(tokenizer, ONE[:-1], kwargs)) == served
+
+
+def test_what_the_template_never_reads_is_refused() -> None:
+    check_kwargs(make_tokenizer(may_think()), {"enable_thinking": True})
+    with pytest.raises(ConfigError, match=r"template_kwargs: enable_thinkin: .* no such variable"):
+        check_kwargs(make_tokenizer(may_think()), {"enable_thinkin": True})
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
@@ -140,13 +162,13 @@ def test_a_stop_token_of_the_target_alone_ends_the_turn() -> None:
     """The tokenizer's eos is another one, as with Llama 3: generation_config names the real one."""
     tokenizer = make_tokenizer(chatml(ANSWER + "{{ '<|spare|>' }}"))
     spare = tokenizer.convert_tokens_to_ids(SPARE)
-    ids, mask = render(tokenizer, ONE, [tokenizer.eos_token_id, spare])
+    ids, mask = render(tokenizer, ONE, [tokenizer.eos_token_id, spare], {})
     assert trained(tokenizer, ids, mask) == ["the answer is 42" + SPARE]
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:
     with pytest.raises(ConfigError, match="no chat template: use an instruction-tuned target"):
-        render(make_tokenizer(None), ONE, [2])
+        render(make_tokenizer(None), ONE, [2], {})
 
 
 def test_what_the_template_itself_refuses_is_passed_on() -> None:

@@ -64,6 +64,14 @@ def test_overrides_win_and_reach_new_sections(tmp_path: Path) -> None:
     assert (loaded.ring.slots, loaded.target.taps, loaded.targets) == (16, (1, 2), 3)
 
 
+def test_template_kwargs_come_from_overrides_and_survive_a_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(SMALLEST))
+    loaded = load_config(path, ["data.template_kwargs.enable_thinking=false"])
+    path.write_text(dump_config(loaded))
+    assert load_config(path).data.template_kwargs == {"enable_thinking": False}
+
+
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
@@ -87,6 +95,12 @@ def test_overrides_win_and_reach_new_sections(tmp_path: Path) -> None:
         ({"target": {"taps": []}}, ["target.taps", "at least 1"]),
         ({"data": {"path": "random:9x8"}}, ["data.path random:9x8", "target.random_weights=true"]),
         ({"data": {"path": "random:9*8"}}, ["data", "random:COUNTxTOKENS"]),
+        ({"data": {"template_kwargs": True}}, ["data.template_kwargs: True", "valid dictionary"]),
+        ({"data": {"template_kwargs": {"tools": 1}}}, ["template_kwargs: tools", "not a variable"]),
+        (
+            {"data": {"path": "random:9x8", "template_kwargs": {"a": 1}}},
+            ["template_kwargs mean nothing with random documents"],
+        ),
         ({"target": {"random_weights": True, "device": "cuda"}}, ["random_weights", "alike"]),
         (RANDOM | {"eval": {"every": 10}}, ["eval.every", "random:9x8", "leave it out"]),
         (RANDOM | {"drafter": {"mask_token": 3}}, ["drafter.mask_token", "leave it out"]),

@@ -127,7 +127,7 @@ def test_every_conversation_is_a_document_or_held_out(tmp_path: Path, tokenizer:
     assert len(dataset.lengths) == len(MANY) - sum(sides)
     kept = [messages for messages, held in zip(MANY, sides, strict=True) if not held]
     for n, messages in enumerate(kept):  # the file's order
-        ids, lm = render(tokenizer, messages, [tokenizer.eos_token_id])
+        ids, lm = render(tokenizer, messages, [tokenizer.eos_token_id], {})
         assert np.array_equal(dataset.document(n)[0], ids)
         assert np.array_equal(dataset.document(n)[1], lm)
         assert dataset.lengths[n] == len(ids)
@@ -152,7 +152,7 @@ def test_no_prompt_is_on_both_sides(tmp_path: Path, tokenizer: Any) -> None:
     again = [talk(m[0]["content"] + "  ", "another answer, longer") for m in MANY]
     dataset = build(tmp_path, MANY + again, strips)
     held = {prompt.tobytes() for prompt, _ in dataset.heldout}
-    trained = {prompt_ids(strips, m[:1]).tobytes() for m in MANY if not is_heldout(m, 0.3)}
+    trained = {prompt_ids(strips, m[:1], {}).tobytes() for m in MANY if not is_heldout(m, 0.3)}
     assert held and trained and not held & trained
     assert dataset.counts.heldout_repeats == len(held)  # each was asked twice
 
@@ -163,7 +163,7 @@ def test_a_template_that_folds_texts_leaks_no_held_out_prompt(tmp_path: Path) ->
     dataset = build(tmp_path, MANY + shouted, lowers, heldout=0.5)
     held = {prompt.tobytes() for prompt, _ in dataset.heldout}
     trained = {
-        prompt_ids(lowers, m[:1]).tobytes() for m in MANY + shouted if not is_heldout(m, 0.5)
+        prompt_ids(lowers, m[:1], {}).tobytes() for m in MANY + shouted if not is_heldout(m, 0.5)
     }
     assert held and not held & trained
     assert dataset.counts.heldout_repeats > 0
@@ -319,6 +319,8 @@ def test_all_that_matters_changes_the_fingerprint(tmp_path: Path) -> None:
         fingerprint(file, plain, stops=stops, options=options(heldout=0.31)),
         fingerprint(file, plain, stops=stops, options=options(max_tokens=513)),
         fingerprint(file, plain, stops=stops, options=options(min_supervised_tokens=5)),
+        fingerprint(file, plain, stops=stops, options=options(template_kwargs={"x": False})),
+        fingerprint(file, plain, stops=stops, options=options(template_kwargs={"x": True})),
     ]
     assert len({base, *others}) == 1 + len(others)
 

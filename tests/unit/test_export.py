@@ -18,6 +18,7 @@ from dflash.arch import DrafterArch
 from dflash.checkpoint import load, weights_digest
 from dflash.config import ConfigError
 from dflash.model import DFlashDrafter
+from dflash.model_card import facts
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +356,7 @@ def test_the_card_says_how_to_serve_and_shows_only_this_drafters_figures(
     assert f"\nvllm serve {model} --speculative-config '{speculative}'" in card
     assert "--speculative-algorithm DFLASH --speculative-draft-model-path DRAFTER" in card
     assert "--speculative-num-draft-tokens 4" in card
-    assert load(run.checkpoint).data_fingerprint in card
+    assert load(run.checkpoint).data_fingerprint in card and "chat template" not in card
 
     record.write_text(json.dumps(measured | {"weights": "of another drafter"}))
     E.export(run.path, tmp_path / "out")
@@ -385,3 +386,9 @@ def test_a_directory_that_is_no_drafter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config.json has no .*: not a DFlash drafter"):
         E.read_export(target.directory)
     assert drafter_arch(target).num_target_layers == 4
+
+
+def test_the_card_says_what_the_chat_template_was_told(run: TinyRun) -> None:
+    data = run.config.data.model_copy(update={"template_kwargs": {"enable_thinking": False}})
+    told = facts(load(run.checkpoint), run.config.model_copy(update={"data": data}))
+    assert told["chat template"] == 'told `{"enable_thinking": false}`: ask with the same'

@@ -6,15 +6,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import yaml
-from chatty import DROPS_THINKING, END, make_tokenizer, talk, write_jsonl, write_target
+from chatty import DROPS_THINKING, END, make_tokenizer, may_think, talk, write_jsonl, write_target
 
+from dflash.config import load_config
 from dflash.data import Dataset
 from dflash.plan import Plan
 from dflash.prepare import Prepared, audit, histogram, main
+from dflash.subject import load_prompts
 
 CONVERSATIONS = [
     talk(f"question {n}?", f"the answer to question {n} is {n * n}") for n in range(80)
@@ -70,6 +73,20 @@ def test_it_writes_what_the_halves_need(tmp_path: Path) -> None:
     # The target's vocabulary is larger than its tokenizer: the first id past it is free.
     assert p.mask_token_id == len(make_tokenizer())
     assert Prepared.from_json(p.to_json()) == p
+
+
+def test_training_and_eval_tell_the_template_the_same(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    write_target(tmp_path / "target", may_think())
+    told = {"template_kwargs": {"enable_thinking": False}}
+    p, config = prepared(tmp_path, data=told), load_config(tmp_path / "config.yaml")
+    prompts = [ids.tolist() for ids, _ in Dataset.load(p.dataset).heldout]
+    tokenizer, subject = make_tokenizer(may_think()), SimpleNamespace(config=config)
+    assert tokenizer.decode(prompts[0]).endswith("</think>\n")
+    [asked] = load_prompts(subject, [str(config.data.path)], tokenizer)
+    assert all(prompt in asked.prompts for prompt in prompts)
+    assert prepared(tmp_path).fingerprint != p.fingerprint
+    assert main([str(write_config(tmp_path, data={"template_kwargs": {"typo": 1}})), "x"]) == 2
 
 
 def test_documents_are_cut_at_the_targets_context(tmp_path: Path) -> None:

@@ -122,6 +122,11 @@ def test_changed_keys_are_dotted(tmp_path: Path) -> None:
     assert changed_keys(a, b) == ["target.taps", "target.num_taps"]
 
 
+def test_a_key_that_only_one_mapping_has_is_a_change(tmp_path: Path) -> None:
+    a, b = config_of(tmp_path), config_of(tmp_path, data__template_kwargs={"enable_thinking": None})
+    assert changed_keys(a, b) == changed_keys(b, a) == ["data.template_kwargs.enable_thinking"]
+
+
 @pytest.mark.parametrize("key", ["fingerprint", "mask_token_id"])
 def test_other_data_under_a_half_trained_run_is_refused(run: RunDir, key: str) -> None:
     prepared = {"fingerprint": "aa", "mask_token_id": 3}
