@@ -81,6 +81,7 @@ def stop(run_name: Annotated[str, typer.Argument(metavar="RUN")]) -> int:
     return stop_command(run_name)
 
 
+BENCHES = ("ring", "target", "drafter", "pipeline")
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -130,8 +131,8 @@ def bench(
     from launcher.rundir import ROOT
     from launcher.session import module_env
 
-    if not (ROOT / "benchmarks" / f"{what}.py").is_file():
-        raise typer.BadParameter(f"no bench {what!r}: ring, target, drafter or pipeline")
+    if what not in BENCHES or not (ROOT / "benchmarks").is_dir():
+        raise typer.BadParameter(f"no bench {what!r}: {', '.join(BENCHES)}, from a checkout")
     command = [sys.executable, "-m", f"benchmarks.{what}", *context.args]
     os.execve(sys.executable, command, {**os.environ, **module_env()})
 

@@ -31,6 +31,7 @@ from dflash.flex import context_range
 from dflash.model import DFlashDrafter, FrozenEnds
 from dflash.step import DTYPES, Batch, TrainState, draw, masks, train_step
 
+from . import count, new_file
 from .load import NEIGHBOURS, Chip, chip_figures, read_chip
 from .shapes import SHAPES, Case, floor_s, step_flop
 
@@ -249,7 +250,7 @@ def main() -> None:
         "--mode", nargs="+", choices=["eager", "compiled", "graph"], default=["graph"]
     )
     parser.add_argument("--float8-head", action="store_true", help="step.head_float8=true")
-    parser.add_argument("--steps", type=int, default=10, help="timed, at least")
+    parser.add_argument("--steps", type=count, default=10, help="timed, at least")
     parser.add_argument(
         "--beside",
         nargs="+",
@@ -259,7 +260,7 @@ def main() -> None:
         "or as Python by itself), or beside busy processes on all cores",
     )
     parser.add_argument("--kernels", type=int, default=0, help="show so many kernels' times")
-    parser.add_argument("--json", type=Path, help="write all measurements there")
+    parser.add_argument("--json", type=new_file, help="write all measurements there")
     args = parser.parse_args()
     if (args.config is None) == (args.shapes is None):
         parser.error("say a CONFIG or --shapes")

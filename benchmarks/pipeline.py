@@ -43,6 +43,7 @@ from launcher.session import prepare_program, programs, run_prepare
 from shm_ring import RingError
 from shm_ring import layout as at
 
+from . import new_file, positive
 from .halves import BenchFailed, Halves
 from .pipeline_figures import figures, summary
 from .stand_in import StandIn
@@ -246,11 +247,11 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--seconds", type=float, default=180, help="of both halves together")
-    parser.add_argument("--alone-seconds", type=float, default=40, help="of each half alone")
-    parser.add_argument("--json", type=Path, help="write all figures there")
-    parser.add_argument("--timeline", type=Path, help="draw a few slots of both halves: an SVG")
-    parser.add_argument("--trace", type=Path, help="keep the trace, for ui.perfetto.dev")
+    parser.add_argument("--seconds", type=positive, default=180, help="of both halves together")
+    parser.add_argument("--alone-seconds", type=positive, default=40, help="of each half alone")
+    parser.add_argument("--json", type=new_file, help="write all figures there")
+    parser.add_argument("--timeline", type=new_file, help="draw a few slots of both halves: an SVG")
+    parser.add_argument("--trace", type=new_file, help="keep the trace, for ui.perfetto.dev")
     parser.add_argument("--keep", type=Path, help="run in this directory, and leave it there")
     return parser.parse_intermixed_args()
 

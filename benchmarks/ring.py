@@ -31,6 +31,8 @@ import numpy as np
 from shm_ring import Field, RingReader, RingWriter, create, destroy, hidden_state_fields
 from shm_ring import layout as at
 
+from . import count, new_file
+
 Figures = dict[str, Any]
 SMALL = (Field("ids", "i64", (1, 64), per_token=True),)
 SPAWN = multiprocessing.get_context("spawn")
@@ -242,8 +244,8 @@ def machine() -> Figures:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few seconds, rough figures")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a payload slot, 10 KiB each")
-    parser.add_argument("--json", type=Path, help="write all measurements there")
+    parser.add_argument("--tokens", type=count, default=8192, help="of a payload slot, 10 KiB each")
+    parser.add_argument("--json", type=new_file, help="write all measurements there")
     args = parser.parse_args()
     many, few = (200, 3) if args.quick else (5000, 40)
     measures: list[Callable[[], Figures]] = [

@@ -32,11 +32,13 @@ from dflash.plan import Plan
 from dflash.prepare import Prepared, prepare
 from dflash.spans import Spans
 from dflash.target import CaptureError, micro_batches
+from launcher.preflight import check_early
 from launcher.slot import slot_fields
-from shm_ring import RingReader, RingWriter, create, destroy
+from shm_ring import RingError, RingReader, RingWriter, create, destroy
 from shm_ring.pin import unpin
 from target_worker import StagedFiller, load_target
 
+from . import count, new_file
 from .drafter import commit
 from .shapes import FLOP_PER_S
 
@@ -271,21 +273,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--micro-batch-tokens", type=int, nargs="+", help="instead of the config's")
+    parser.add_argument(
+        "--micro-batch-tokens", type=count, nargs="+", help="instead of the config's"
+    )
     parser.add_argument(
         "--loss", nargs="+", choices=["ce", "kl"], help="kl needs all layers; default: the config's"
     )
-    parser.add_argument("--slots", type=int, default=6, help="measured slots")
+    parser.add_argument("--slots", type=count, default=6, help="measured slots")
     parser.add_argument("--stock", action="store_true", help="transformers' own layers")
     parser.add_argument("--kernels", type=int, default=0, help="show so many kernels' times")
-    parser.add_argument("--json", type=Path, help="write all measurements there")
-    args = parser.parse_args()
+    parser.add_argument("--json", type=new_file, help="write all measurements there")
+    args = parser.parse_intermixed_args()
     if not torch.cuda.is_available():
         parser.error("the target's half is measured on a CUDA device, and there is none")
     try:
         config = load_config(
             args.config, [*args.overrides, "target.device=cuda", "drafter.device=cuda"]
         )
+        check_early(config)
         bench = Bench(config, stock=args.stock)
     except ConfigError as error:
         parser.error(str(error))
@@ -298,7 +303,10 @@ def main() -> None:
     found = []
     budgets = args.micro_batch_tokens or [config.target.micro_batch_tokens]
     for loss, tokens in itertools.product(args.loss or [config.train.loss], budgets):
-        found.append(bench.measure(loss, tokens, args.slots, args.kernels))
+        try:
+            found.append(bench.measure(loss, tokens, args.slots, args.kernels))
+        except RingError as error:  # no room for it, most of all
+            parser.exit(1, f"{error}\n")
         for kernel, ms in found[-1]["kernels_ms"].items():
             print(f"{ms:9.3f} ms  {kernel}")
         print(" ".join(f"{k}={v.format(found[-1][k])}" for k, v in COLUMNS.items()))

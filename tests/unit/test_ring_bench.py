@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -25,8 +27,20 @@ def test_bench_ring_writes_one_object_a_measurement(tmp_path: Path) -> None:
     assert all(row["bench"] == "ring" and row["cores"] > 0 for row in found.values())
 
 
-def test_an_unknown_bench_is_refused_in_one_line() -> None:
-    command = [sys.executable, str(ROOT / "launch.py"), "bench", "nothing"]
+def refused(*arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "launch.py"), "bench", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "no bench 'nothing': ring, target, drafter or pipeline" in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["nothing", "stand_in", "../launch"])
+def test_an_unknown_bench_is_refused_in_one_line(name: str) -> None:
+    assert f"no bench '{name}': ring, target, drafter, pipeline" in refused(name)
+
+
+def test_what_cannot_be_written_or_measured_is_refused_before_minutes_of_work() -> None:
+    assert "--json: /no/x.json: no file in a" in refused("ring", "--json", "/no/x.json")
+    assert "--timeline: /: no file" in refused("pipeline", "x.yaml", "--timeline", "/")
+    assert "--seconds: 0: must be more than 0" in refused("pipeline", "x.yaml", "--seconds", "0")
+    assert "--slots: 0: must be at least 1" in refused("target", "x.yaml", "--slots", "0")
