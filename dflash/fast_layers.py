@@ -19,7 +19,7 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -64,10 +64,11 @@ class FastLayers:
 
     @classmethod
     def of(cls, backbone: Any, arch: TargetArch) -> FastLayers | None:
-        layer = next(iter(getattr(backbone, "layers", [])), None)
-        kinds = set(getattr(backbone.config, "layer_types", None) or KINDS)
-        known = type(layer).__name__ in FAMILIES and kinds <= set(KINDS)
-        return cls(backbone, arch) if known else None
+        layers, config = list(getattr(backbone, "layers", [])), backbone.config
+        kinds = set(getattr(config, "layer_types", None) or KINDS)
+        known = all(type(layer).__name__ in FAMILIES for layer in layers) and kinds <= set(KINDS)
+        silu = getattr(config, "hidden_act", None) in ("silu", "swish")
+        return cls(backbone, arch) if layers and known and silu and are_plain(layers) else None
 
     @property
     def hybrid(self) -> bool:
@@ -167,6 +168,16 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
         return inner(*args, **kwargs)
 
     return call
+
+
+def are_plain(layers: Sequence[nn.Module]) -> bool:
+    """Whether their projections are no more than matrices: not quantised, nothing added."""
+    return all(
+        type(module) is nn.Linear
+        for layer in layers
+        for name, module in layer.named_modules()
+        if name.endswith("_proj")
+    )
 
 
 def epsilon(norm: Any) -> float:

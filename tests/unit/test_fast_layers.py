@@ -112,6 +112,29 @@ def test_sliding_windows_keep_their_own_layers(tmp_path: Path) -> None:
     assert fast.FastLayers.of(model.get_decoder(), arch) is None
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_another_activation_keeps_its_own_layers(family: str, tmp_path: Path) -> None:
+    config = tiny_config(family)
+    config.hidden_act = "gelu"
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    arch = load_tiny(tmp_path, family).arch
+    assert fast.FastLayers.of(model.get_decoder(), arch) is None
+
+
+def test_projections_that_are_more_than_a_matrix_keep_their_own_layers(tmp_path: Path) -> None:
+    """As a quantised model's: a class of its own, with scales beside its weight."""
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    target = load_tiny(tmp_path, "qwen3")
+    assert fast.FastLayers.of(target.backbone, target.arch) is not None
+    mlp = target.layers[LAYERS - 1].mlp
+    mlp.down_proj = Scaled(mlp.down_proj.in_features, HIDDEN, bias=False)
+    assert fast.FastLayers.of(target.backbone, target.arch) is None
+
+
 def test_the_short_convolution_sees_the_last_tokens_only() -> None:
     """By hand: one channel, window 2, weights (10, 1)."""
     x_BLC = torch.tensor([[[3.0], [6.0]], [[5.0], [-1.0]]])
