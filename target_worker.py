@@ -140,6 +140,7 @@ class Underway(NamedTuple):
     total_tok: int
     host_sums: list[int]
     copy: Leaving
+    sent_s: float
 
 
 class StagedFiller:
@@ -152,6 +153,7 @@ class StagedFiller:
         self.ring, self.target, self.config, self.arch = ring, target, config, arch
         self.spans = spans
         log.info("%s", pin(ring))
+        self.stall_s = config.supervise.stall_s
         self.outbox: Outbox | None = None
         self.leaving: Underway | None = None
 
@@ -182,7 +184,7 @@ class StagedFiller:
         self.spans.end(mark, lease.seq)
         self._publish()
         copy = self.outbox.send(slot, total_tok, lease.seq)
-        self.leaving = Underway(lease, names, total_tok, sums, copy)
+        self.leaving = Underway(lease, names, total_tok, sums, copy, time.monotonic())
 
     def finish(self) -> None:
         """Before the process may end: no copy is under way."""
@@ -194,17 +196,27 @@ class StagedFiller:
             self._publish()
 
     def _arrived(self) -> bool:
-        return self.leaving is not None and self.leaving.copy.arrived()
+        """Ends the process where a GPU hangs: a host that waits for it shows signs of life."""
+        if self.leaving is None:
+            return False
+        lease, sent_s, limit_s = self.leaving.lease, self.leaving.sent_s, self.stall_s
+        if self.leaving.copy.arrived():
+            return True
+        if time.monotonic() - sent_s > limit_s:
+            self.leaving = None
+            why = f"not out of the GPU after {limit_s:g} s (supervise.stall_s): does it hang?"
+            child.fail(TimeoutError(f"slot {lease.seq}: {why}"))
+        return False
 
     def _publish(self) -> None:
         """The slot that is leaving, if any: waits until it has arrived."""
         if self.leaving is None:
             return
-        (lease, names, total_tok, host_sums, copy), self.leaving = self.leaving, None
         since_s = time.monotonic()
-        while not copy.arrived():
+        while not self._arrived():
             self.ring.beat()
             time.sleep(0.001)
+        (lease, names, total_tok, host_sums, copy, _), self.leaving = self.leaving, None
         self.spans.waited("copy", since_s, lease.seq)
         sums = [*copy.sums, *host_sums] if self.config.ring.verify else None
         publish(self.ring, lease, names, total_tok, finite=copy.finite, sums=sums)

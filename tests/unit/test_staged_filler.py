@@ -263,6 +263,24 @@ def test_states_that_are_not_finite_are_made_again_and_the_third_time_poison(
     assert worker.states()[2] == "READY"
 
 
+@pytest.mark.parametrize("waits_in", ["claim", "finish"])
+def test_a_gpu_that_hangs_ends_the_worker_by_name(
+    worker: Worker, waits_in: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a full ring, where it would wait for ever and show signs of life."""
+    for _ in range(SLOTS - 1):
+        worker.fill(worker.filler.claim())
+    lease = worker.filler.claim()
+    LateOutbox.queries = None
+    worker.fill(lease)
+    worker.filler.stall_s = 0.02
+    with pytest.raises(SystemExit) as ended:
+        getattr(worker.filler, waits_in)()
+    assert ended.value.code == 1 and "slot 3: not out of the GPU after 0.02 s" in caplog.text
+    worker.filler.finish()  # does not wait again
+    assert worker.states()[3] == "WRITING"
+
+
 def test_a_failing_forward_still_leaves_the_slot_before_it_whole(worker: Worker) -> None:
     """As target_worker.run does: `finish` whatever happens."""
     worker.fill(worker.filler.claim())
