@@ -16,7 +16,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -28,6 +27,7 @@ from dflash.head import Float8Head, quantise
 from dflash.loss import chunk_rows
 from dflash.step import DTYPES
 
+from . import new_file
 from .drafter import commit
 from .load import chip_figures, read_chip
 from .shapes import SHAPES
@@ -162,7 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", choices=LARGE, required=True)
     parser.add_argument("--loss", choices=["ce", "kl"], default="kl")
-    parser.add_argument("--json", type=Path, help="write all measurements there")
+    parser.add_argument("--json", type=new_file, help="write all measurements there")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("matmuls are measured on a CUDA device, and there is none")
