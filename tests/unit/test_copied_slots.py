@@ -31,7 +31,7 @@ class Trainer:
     race: Race
     stop: bool = False
 
-    def make(self, seq: int, *, broken: bool = False) -> Batch:
+    def make(self, seq: int, *, broken: bool = False) -> None:
         """Its states are all `seq`; broken: not those that were summed."""
         lease = self.writer.claim()
         assert lease is not None and lease.seq == seq
@@ -43,7 +43,6 @@ class Trainer:
         self.writer.publish(lease, total_tok=sum(LENS))
         if broken:
             views.all_TF[3, 1] += 1
-        return views
 
     def views(self, lease: Any) -> Batch:
         return slot_views(lease.buffer, self.slots.config, self.slots.arch)
@@ -137,15 +136,22 @@ def test_the_third_time_it_is_poison_and_the_steps_before_it_stand(trainer: Trai
 
 def test_a_stop_gives_back_the_slot_that_was_on_its_way(trainer: Trainer) -> None:
     trainer.make(0)
-    page = trainer.make(1)
+    trainer.make(1)
     trainer.step(0)
     trainer.slots.finished(1)
-    assert trainer.states() == {1: "READING"}
+    feed, seen = trainer.slots.feed, []
+    assert feed is not None
+    wait = feed.wait
+
+    def note_then_wait() -> list[int]:
+        seen.append(trainer.states()[1])
+        return wait()
+
+    feed.wait = note_then_wait  # type: ignore[method-assign]
     trainer.stop = True
     trainer.slots.give_back()
+    assert seen == ["READING"]  # until its copy has ended
     assert trainer.states() == {1: "READY"}
-    with trainer.race.host():
-        page.all_TF.zero_()  # nobody reads it any more
     assert trainer.race.found == []
 
 
