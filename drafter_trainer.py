@@ -157,7 +157,8 @@ class CopiedSlots:
 
     def __init__(self, ring: RingReader, config: Config, arch: DrafterArch, spans: Spans) -> None:
         self.ring, self.config, self.arch, self.spans = ring, config, arch, spans
-        log.info("%s", pin(ring))
+        locked = pin(ring)
+        log.log(locked.level, "%s", locked)
         self.feed: Feed | None = None
         self.coming: ReadLease | None = None
         self.here = -1

@@ -152,7 +152,8 @@ class StagedFiller:
     ) -> None:
         self.ring, self.target, self.config, self.arch = ring, target, config, arch
         self.spans = spans
-        log.info("%s", pin(ring))
+        locked = pin(ring)
+        log.log(locked.level, "%s", locked)
         self.stall_s = config.supervise.stall_s
         self.outbox: Outbox | None = None
         self.leaving: Underway | None = None

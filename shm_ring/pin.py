@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import logging
 import mmap
 import os
 import time
@@ -74,6 +75,11 @@ class PinReport:
     seconds: float
     refused: str | None = None
     """Why the pages are not locked, naming the file."""
+
+    @property
+    def level(self) -> int:
+        """To log it at."""
+        return logging.INFO if self.refused is None else logging.WARNING
 
     def __str__(self) -> str:
         if self.refused is not None:

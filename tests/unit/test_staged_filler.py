@@ -27,6 +27,7 @@ from dflash.spans import Spans
 from dflash.step import Batch
 from launcher.slot import slot_fields
 from shm_ring import Poisoned, RingReader, RingWriter, Stopped, create, destroy, snapshot
+from shm_ring.pin import PinReport
 from target_worker import StagedFiller, WriteLease
 
 SLOTS, NAN_TOKEN = 4, 49
@@ -151,7 +152,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
 
     target: Any = SimpleNamespace(device="cpu", capture=capture)
     monkeypatch.setattr(target_worker, "Outbox", LateOutbox)
-    monkeypatch.setattr(target_worker, "pin", lambda ring: "not page-locked")
+    monkeypatch.setattr(target_worker, "pin", lambda ring: PinReport(0, 0.0, "why"))
     monkeypatch.setattr(LateOutbox, "queries", 5)
     monkeypatch.setattr(target_worker.child, "stop_requested", lambda: made.stopping())
     filler = StagedFiller(writer, target, config, arch, Spans(None, "cpu"))
