@@ -46,8 +46,8 @@ SLOTS = 4
 
 
 class Bench:
-    def __init__(self, config: Config, *, stock: bool) -> None:
-        self.config, self.stock = config, stock
+    def __init__(self, config: Config, shapes: str, *, stock: bool) -> None:
+        self.config, self.shapes = config, shapes
         self.prepared: Prepared = prepare(config)
         self.target_arch = TargetArch.read(self.prepared.target_dir)
         self.arch = DrafterArch.build(config, self.target_arch, self.prepared.mask_token_id)
@@ -64,6 +64,7 @@ class Bench:
         if stock:
             self.target.fast = None
         self.load_s = time.monotonic() - start_s
+        self.self_test = "passed"
 
     def documents(self, seq: int) -> list[tuple[np.ndarray, np.ndarray]]:
         return [self.dataset.document(int(name)) for name in self.plan.slot(seq)]
@@ -83,6 +84,8 @@ class Bench:
             "torch": torch.__version__,
             "command": "python -m benchmarks.target " + " ".join(sys.argv[1:]),
             "commit": commit(),
+            "shapes": self.shapes,
+            "self_test": self.self_test,
             "model": self.config.target.model,
             "random_weights": self.config.target.random_weights,
             "layers": "stock" if self.target.fast is None else "fast",
@@ -135,7 +138,7 @@ class Bench:
             "share_of_matmul_roof": flop * tok_per_s / FLOP_PER_S,
             "padding": sum(padded) / sum(real) - 1,
             "documents_per_slot": statistics.mean(map(len, ids)),
-            "shapes": sorted(
+            "micro_batches": sorted(
                 {
                     f"{len(b.documents)}x{b.length}"
                     for docs in ids
@@ -291,7 +294,7 @@ def main() -> None:
             args.config, [*args.overrides, "target.device=cuda", "drafter.device=cuda"]
         )
         check_early(config)
-        bench = Bench(config, stock=args.stock)
+        bench = Bench(config, args.config.stem, stock=args.stock)
     except ConfigError as error:
         parser.error(str(error))
     try:
@@ -299,6 +302,7 @@ def main() -> None:
         bench.target.self_test()
         print(f"capture self-test passed in {time.monotonic() - start_s:.1f} s")
     except CaptureError as error:
+        bench.self_test = str(error)
         print(f"NOT the model's states: {error}")
     found = []
     budgets = args.micro_batch_tokens or [config.target.micro_batch_tokens]

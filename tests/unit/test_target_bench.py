@@ -1,0 +1,54 @@
+"""The parts of `bench target` that need no GPU: how many operations it counts, and of which kernels
+its table is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tiny import LAYERS, load_tiny
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.target import Bench, is_matmul, kernel_table
+
+
+@pytest.mark.parametrize("loss", ["ce", "kl"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_operations_are_those_that_torch_counts(family: str, loss: str, tmp_path: Path) -> None:
+    """torch counts all of the scores; what the causal mask leaves is half of them."""
+    target = load_tiny(tmp_path, family, taps=(0, 1))
+    bench = Bench.__new__(Bench)
+    bench.target = target
+    bench.arch = SimpleNamespace(taps=target.taps, num_target_layers=LAYERS)  # type: ignore[assignment]
+    bench.config = SimpleNamespace(wants_vlh=loss == "kl")  # type: ignore[assignment]
+    docs = [np.arange(3, 3 + n) for n in (48, 16)]
+    by_torch = 0
+    for ids in docs:
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            rows = torch.empty(len(ids), 2 * target.arch.hidden_size)
+            target.capture([ids], rows, rows[:, :32].clone() if loss == "kl" else None)
+        by_torch += counter.get_total_flops()
+    assert bench.layers_run == (LAYERS if loss == "kl" else 2)
+    width = target.layers[0].self_attn.o_proj.in_features
+    masked = sum(4 * width * len(ids) ** 2 / 2 for ids in docs) * bench.layers_run
+    assert bench.flop(docs) == by_torch - masked
+
+
+def test_the_table_takes_matmuls_together_and_keeps_the_longest() -> None:
+    def kernel(key: str, us: float, count: int) -> SimpleNamespace:
+        return SimpleNamespace(key=key, self_device_time_total=us, count=count)
+
+    events = [
+        kernel("nvjet_tst_128x256", 5000.0, 3),
+        kernel("triton_red_fused_norm", 4000.0, 2),
+        kernel("sm90_xmma_gemm_bf16", 1000.0, 1),
+        kernel("Memset", 10.0, 1),
+        kernel("cudaLaunchKernel", 0.0, 99),
+    ]
+    profile = SimpleNamespace(key_averages=lambda: events)
+    assert kernel_table(profile, 2) == {"matmuls x4": 6.0, "triton_red_fused_norm x2": 4.0}
+    assert not is_matmul("flash_fwd_kernel")
