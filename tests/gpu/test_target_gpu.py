@@ -13,7 +13,7 @@ from whole_run import launch, losses, write_config
 from dflash import fast_layers as fast
 from dflash.arch import TargetArch
 from dflash.feed import byte_sum
-from dflash.outbox import Outbox
+from dflash.outbox import Leaving, Outbox
 from dflash.spans import Spans
 from dflash.step import Batch
 from dflash.target import Target
@@ -109,7 +109,8 @@ def test_the_short_convolution_s_kernel(dtype: torch.dtype, eps: float | None) -
 
 
 def test_slots_leave_whole_and_in_order_while_the_next_is_made() -> None:
-    """Five slots through two buffers; pages hold each one's rows, sums and finiteness are right."""
+    """Five slots through two buffers, each copy later than the next slot's states; pages hold each
+    one's rows, sums and finiteness are right."""
 
     def pages() -> Batch:
         def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -127,7 +128,14 @@ def test_slots_leave_whole_and_in_order_while_the_next_is_made() -> None:
 
     slots = [pages() for _ in range(5)]
     outbox = Outbox(slots[0], "cuda", Spans(None, "cuda"))
-    wanted, sent = [], None
+    wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def check(sent: Leaving, seq: int) -> None:
+        sent.wait()
+        assert sent.arrived() and sent.finite == (seq != 3)
+        assert sent.sums == [int(byte_sum(x)) % 2**64 for x in wanted[seq]]
+
+    sent = None
     for seq, slot in enumerate(slots):
         total_tok = 512 - 37 * seq
         all_TF, vlh_TH = outbox.states()
@@ -138,11 +146,12 @@ def test_slots_leave_whole_and_in_order_while_the_next_is_made() -> None:
             vlh_TH[total_tok - 1, 31] = torch.nan
         wanted.append((all_TF[:total_tok].cpu(), vlh_TH[:total_tok].cpu()))
         if sent is not None:
-            sent.wait()
+            check(sent, seq - 1)
+        with torch.cuda.stream(outbox._stream):
+            torch.cuda._sleep(200_000_000)  # 0.1 s
         sent = outbox.send(slot, total_tok, seq)
-        sent.wait()
-        assert sent.arrived() and sent.finite == (seq != 3)
-        assert sent.sums == [int(byte_sum(x)) % 2**64 for x in wanted[-1]]
+    assert sent is not None
+    check(sent, 4)
     for slot, (all_TF, vlh_TH) in zip(slots, wanted, strict=True):
         assert torch.equal(slot.all_TF[: len(all_TF)], all_TF)
         assert slot.vlh_TH is not None
