@@ -95,10 +95,11 @@ def drafter_need(config: Config, target: TargetArch, arch: DrafterArch, slot_byt
     context = config.ring.max_tokens * arch.hidden_size * (2 + arch.num_layers)
     logits = min(rows, 4096) * arch.vocab_size * 4  # one chunk of the head, float32
     copies = 2 if target.tie_word_embeddings is False else 1
+    head_float8 = 2 if config.step.head_float8 else 0  # by rows and by columns
     return Need(
         # Compute copy and gradient in the drafter's dtype; master and two moments in float32.
         weights=arch.num_parameters * (2 * size + 12),
-        ends=copies * arch.vocab_size * arch.hidden_size * size,
+        ends=(copies * size + head_float8) * arch.vocab_size * arch.hidden_size,
         slots=2 * slot_bytes,
         activations=(rows * row * arch.num_layers + context) * size + logits,
     )
