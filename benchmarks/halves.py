@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import psutil
+
 from launcher.child import HOLD, USER_ERROR
 from launcher.process import Child, Program, StopSignals
 
@@ -47,7 +49,10 @@ class Halves:
 
     @property
     def ready(self) -> bool:
-        return all(child.ready is not None for child in self.children)
+        """All are READY, and the target workers stand still: one that has said READY, but has not
+        stopped yet, would miss its release."""
+        said = all(child.ready is not None for child in self.children)
+        return said and all(stands_still(child.pid) for child in self.targets)
 
     def look(self) -> None:
         """Raises BenchFailed when a half has ended, or the user wants to stop."""
@@ -82,6 +87,13 @@ class Halves:
         """Ends what still lives; the trainer without a checkpoint."""
         for child in self.children:
             child.close()
+
+
+def stands_still(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:  # gone: `look` says why
+        return False
 
 
 def _how(child: Child) -> str:
