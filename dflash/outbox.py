@@ -30,9 +30,6 @@ class Leaving:
     def arrived(self) -> bool:
         return self.copied.query()
 
-    def wait(self) -> None:
-        self.copied.synchronize()
-
     @property
     def sums(self) -> list[int]:
         """Of `all` and, if there is one, `vlh`: as shm_ring makes them."""

@@ -131,7 +131,7 @@ def test_slots_leave_whole_and_in_order_while_the_next_is_made() -> None:
     wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def check(sent: Leaving, seq: int) -> None:
-        sent.wait()
+        sent.copied.synchronize()
         assert sent.arrived() and sent.finite == (seq != 3)
         assert sent.sums == [int(byte_sum(x)) % 2**64 for x in wanted[seq]]
 
