@@ -155,7 +155,7 @@ class Bench:
 
     def flop(self, documents: Sequence[np.ndarray]) -> float:
         """Of the layers that run: their matmuls, and attention's two, of what is not masked."""
-        layers = self.target.layers[: self.layers_run]
+        layers: list[Any] = list(self.target.layers[: self.layers_run])
         tokens, pairs = sum(map(len, documents)), sum(len(ids) ** 2 / 2 for ids in documents)
         weights, attention = 0.0, 0.0
         for layer in layers:
