@@ -38,7 +38,8 @@ class Feed:
         self._spans = spans or Spans(None, "cuda")
         self.batch, self._staging = _empty(like, device), _empty(like, device)
         self._stream = torch.cuda.Stream()
-        self._arrived, self._loaded = torch.cuda.Event(), torch.cuda.Event()
+        self._loaded = torch.cuda.Event()
+        self._arrived = torch.cuda.Event(blocking=True)  # `wait` sleeps, and does not spin
         self._loaded.record()  # the first copy comes after the zeros
         self._sums = torch.zeros(len(FIELDS), dtype=torch.int64).pin_memory()
         self._total_tok = 0

@@ -41,7 +41,7 @@ class Race(TorchDispatchMode):
     def __enter__(self) -> Race:
         for name, stand_in in {
             "cuda.Stream": lambda: Stream(self, f"stream {next(self._count)}"),
-            "cuda.Event": lambda: Event(self),
+            "cuda.Event": lambda blocking=False: Event(self),
             "cuda.current_stream": lambda: self.current,
             "cuda.stream": self._on,
             "Tensor.pin_memory": lambda tensor: self._pinned(tensor),
