@@ -31,7 +31,7 @@ from dflash.data import Dataset
 from dflash.plan import Plan
 from dflash.prepare import Prepared, prepare
 from dflash.spans import Spans
-from dflash.target import CaptureError, micro_batches
+from dflash.target import CaptureError
 from launcher.preflight import check_early
 from launcher.slot import slot_fields
 from shm_ring import RingError, RingReader, RingWriter, create, destroy
@@ -120,7 +120,7 @@ class Bench:
         padded = [
             sum(
                 len(b.documents) * b.length
-                for b in micro_batches(list(map(len, docs)), self.target.micro_batch_tokens)
+                for b in self.target.micro_batches([len(ids) for ids in docs])
             )
             for docs in ids[1:]
         ]
@@ -142,7 +142,7 @@ class Bench:
                 {
                     f"{len(b.documents)}x{b.length}"
                     for docs in ids
-                    for b in micro_batches(list(map(len, docs)), self.target.micro_batch_tokens)
+                    for b in self.target.micro_batches([len(ids) for ids in docs])
                 }
             ),
             "first_slot_s": first_s,

@@ -1,16 +1,17 @@
 """The target's decoder layers for a GPU: the stock layers' arithmetic in fewer passes over memory.
 
     layers = FastLayers.of(backbone, arch)            # None: not a family known here
-    for index, state_BLH in layers(ids_BL): ...       # the residual stream after each layer
+    for index, state_NH in layers(documents, L): ...  # the residual stream after each layer
+
+Tokens are packed, [N]: whatever works token by token never sees padding. Only what mixes tokens
+(attention, the recurrence) runs on right-padded rows [B, L], one a document, from position 0,
+without cache or mask: so no document can reach another. `Rows` knows the way between the two.
 
 Matmuls are the library's; a projection back into the residual stream adds to it in place. What lies
 between them (norms, gates, rotary positions) is written as plain functions, compiled on a GPU and
 run as they are on a CPU, where tests compare every layer with the stock one.
 The recurrence of Gated DeltaNet layers is flash-linear-attention's kernel; without that package it
 is transformers' own, many times slower. The state that is yielded is overwritten by the next layer.
-
-No cache, no mask: whole documents from position 0 in right-padded rows, as Target.capture runs
-them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from .arch import TargetArch
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Rope = tuple[Tensor, Tensor]
+"""cos_L1R, sin_L1R."""
 
 FAMILIES = (
     "LlamaDecoderLayer",
@@ -74,72 +77,78 @@ class FastLayers:
     def hybrid(self) -> bool:
         return bool(self._gates)
 
-    def __call__(self, ids_BL: Tensor) -> Iterator[tuple[int, Tensor]]:
-        state_BLH = self.backbone.embed_tokens(ids_BL)
-        place = torch.arange(ids_BL.shape[1], device=ids_BL.device)[None]
+    def __call__(self, documents: Sequence[Tensor], length: int) -> Iterator[tuple[int, Tensor]]:
+        """`documents`: token ids on the host, each at most `length` of them; rows of the state are
+        theirs, one document after the other."""
+        rows = Rows([len(ids) for ids in documents], length, self.backbone.embed_tokens.weight)
+        state_NH = self.backbone.embed_tokens(rows.here(torch.cat(list(documents))))
+        place = torch.arange(length, device=state_NH.device)[None]
         if hasattr(self.backbone.rotary_emb, "mrope_section"):  # time, height, width: one for text
             place = place.expand(3, 1, -1)
-        cos_1LR, sin_1LR = self.backbone.rotary_emb(state_BLH, place)
+        cos_1LR, sin_1LR = self.backbone.rotary_emb(state_NH[None], place)
         rope = cos_1LR[0, :, None], sin_1LR[0, :, None]
         for index, layer in enumerate(self.layers):
-            self._layer(layer, state_BLH, rope)
-            yield index, state_BLH
+            self._layer(layer, state_NH, rows, rope)
+            yield index, state_NH
 
-    def final_norm(self, state_BLH: Tensor) -> Tensor:
-        return self._norm(self.backbone.norm, state_BLH)
+    def final_norm(self, state_NH: Tensor) -> Tensor:
+        return self._norm(self.backbone.norm, state_NH)
 
-    def _layer(self, layer: Any, state_BLH: Tensor, rope: tuple[Tensor, Tensor]) -> None:
+    def _layer(self, layer: Any, state_NH: Tensor, rows: Rows, rope: Rope) -> None:
         """One layer, onto the state in place."""
-        x_BLH = self._norm(layer.input_layernorm, state_BLH)
+        x_NH = self._norm(layer.input_layernorm, state_NH)
         if layer in self._gates:
-            mixed, out = self._delta_net(layer, x_BLH), layer.linear_attn.out_proj
+            mixed, out = self._delta_net(layer, x_NH, rows), layer.linear_attn.out_proj
         else:
-            mixed, out = self._attention(layer.self_attn, x_BLH, rope), layer.self_attn.o_proj
-        add_projected(state_BLH, mixed, out)
-        x_BLH, mlp = self._norm(layer.post_attention_layernorm, state_BLH), layer.mlp
+            mixed, out = self._attention(layer.self_attn, x_NH, rows, rope), layer.self_attn.o_proj
+        add_projected(state_NH, mixed, out)
+        x_NH, mlp = self._norm(layer.post_attention_layernorm, state_NH), layer.mlp
         if hasattr(mlp, "down_proj") and hasattr(mlp, "gate_proj"):
-            inner = self._fused(silu_times)(mlp.gate_proj(x_BLH), mlp.up_proj(x_BLH))
-            add_projected(state_BLH, inner, mlp.down_proj)
+            inner_NF = self._fused(silu_times)(mlp.gate_proj(x_NH), mlp.up_proj(x_NH))
+            add_projected(state_NH, inner_NF, mlp.down_proj)
         else:  # a mixture of experts
-            found = mlp(x_BLH)
-            state_BLH.add_(found[0] if isinstance(found, tuple) else found)
+            found = mlp(x_NH[None])
+            state_NH.add_((found[0] if isinstance(found, tuple) else found)[0])
 
     def _norm(self, norm: Any, x: Tensor) -> Tensor:
         return self._fused(rms_norm)(x, norm.weight, epsilon(norm), self.offset)
 
-    def _attention(self, mixer: Any, x_BLH: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def _attention(self, mixer: Any, x_NH: Tensor, rows: Rows, rope: Rope) -> Tensor:
         size, heads = mixer.head_dim, mixer.o_proj.in_features // mixer.head_dim
-        q_BLNE = mixer.q_proj(x_BLH).unflatten(-1, (heads, -1))
-        k_BLGE = mixer.k_proj(x_BLH).unflatten(-1, (-1, size))
-        v_BLGE = mixer.v_proj(x_BLH).unflatten(-1, (-1, size))
-        q_BLNE, *gate = q_BLNE.split(size, dim=-1)  # a gated family projects [query, gate] a head
-        q_BLNE, k_BLGE = (
-            self._normed_and_rotated(getattr(mixer, name, None), heads_BLNE, rope)
-            for name, heads_BLNE in (("q_norm", q_BLNE), ("k_norm", k_BLGE))
+        q_NGE = mixer.q_proj(x_NH).unflatten(-1, (heads, -1))
+        k_NGE = mixer.k_proj(x_NH).unflatten(-1, (-1, size))
+        v_NGE = mixer.v_proj(x_NH).unflatten(-1, (-1, size))
+        q_NGE, *gate = q_NGE.split(size, dim=-1)  # a gated family projects [query, gate] a head
+        q_BLGE, k_BLGE = (
+            self._normed_and_rotated(getattr(mixer, name, None), x_NGE, rows, rope)
+            for name, x_NGE in (("q_norm", q_NGE), ("k_norm", k_NGE))
         )
-        out_BLNE = F.scaled_dot_product_attention(
-            q_BLNE.transpose(1, 2),
+        out_BLGE = F.scaled_dot_product_attention(
+            q_BLGE.transpose(1, 2),
             k_BLGE.transpose(1, 2),
-            v_BLGE.transpose(1, 2),
+            rows.padded(v_NGE).transpose(1, 2),
             is_causal=True,
             scale=mixer.scaling,
             enable_gqa=True,
         ).transpose(1, 2)
-        return (self._fused(gated)(out_BLNE, gate[0]) if gate else out_BLNE).flatten(-2)
+        if not gate:
+            return rows.packed(out_BLGE).flatten(-2)
+        return self._fused(gated)(out_BLGE.flatten(0, 1), rows.from_N, gate[0]).flatten(-2)
 
-    def _normed_and_rotated(self, norm: Any, x_BLNE: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def _normed_and_rotated(self, norm: Any, x_NGE: Tensor, rows: Rows, rope: Rope) -> Tensor:
         if norm is None:
-            return self._fused(rotate)(x_BLNE, *rope)
-        return self._fused(norm_rotate)(x_BLNE, norm.weight, epsilon(norm), self.offset, *rope)
+            return self._fused(rotate)(x_NGE, rows.into_BL, *rope)
+        normed = self._fused(norm_rotate)
+        return normed(x_NGE, rows.into_BL, norm.weight, epsilon(norm), self.offset, *rope)
 
-    def _delta_net(self, layer: Any, x_BLH: Tensor) -> Tensor:
+    def _delta_net(self, layer: Any, x_NH: Tensor, rows: Rows) -> Tensor:
         mixer = layer.linear_attn
-        z_BLVE = mixer.in_proj_z(x_BLH).unflatten(-1, (-1, mixer.head_v_dim))
-        a_BLV, b_BLV = F.linear(x_BLH, self._gates[layer]).chunk(2, dim=-1)
-        x_BLC, keys = mixer.in_proj_qkv(x_BLH), mixer.key_dim
+        z_NVE = mixer.in_proj_z(x_NH).unflatten(-1, (-1, mixer.head_v_dim))
+        a_BLV, b_BLV = rows.padded(F.linear(x_NH, self._gates[layer])).chunk(2, dim=-1)
+        x_NC, keys = mixer.in_proj_qkv(x_NH), mixer.key_dim
         weight_CW = mixer.conv1d.weight[:, 0]
         q_BLKE, k_BLKE, v_BLVE = (
-            self.short_conv(x_BLC[..., part], weight_CW[part], size, eps)
+            self.short_conv(x_NC[:, part], rows, weight_CW[part], size, eps)
             for part, size, eps in (
                 (slice(keys), mixer.head_k_dim, L2_EPS),
                 (slice(keys, 2 * keys), mixer.head_k_dim, L2_EPS),
@@ -147,23 +156,57 @@ class FastLayers:
             )
         )
         out_BLVE = self.recurrence(mixer, q_BLKE, k_BLKE, v_BLVE, a_BLV, b_BLV)
-        normed = self._fused(gated_norm)
-        return normed(out_BLVE, z_BLVE, mixer.norm.weight, epsilon(mixer.norm)).flatten(-2)
+        normed, norm = self._fused(gated_norm), mixer.norm
+        out_NVE = normed(out_BLVE.flatten(0, 1), rows.from_N, z_NVE, norm.weight, epsilon(norm))
+        return out_NVE.flatten(-2)
 
     def _fused(self, function: Callable[P, R]) -> Callable[P, R]:
         return compiled(function) if self.compiled else function
 
 
+class Rows:
+    """A micro-batch's tokens packed, [N], and padded on the right, [B, L]."""
+
+    def __init__(self, lengths: Sequence[int], length: int, like: Tensor) -> None:
+        """`like`: a tensor on the device that the states are on."""
+        self._device, self._shape = like.device, (len(lengths), length)
+        count_B1 = torch.tensor(lengths)[:, None]
+        start_B1 = count_B1.cumsum(0) - count_B1
+        place_L = torch.arange(length)
+        self.full = int(count_B1.sum()) == len(lengths) * length
+        self.start_B, self.count_B = self.here(start_B1[:, 0]), self.here(count_B1[:, 0])
+        # Padding repeats a document's last token: finite, and nothing before it looks there.
+        self.into_BL = self.here(start_B1 + torch.minimum(place_L, count_B1 - 1))
+        self.from_N = self.here((place_L < count_B1).flatten().nonzero()[:, 0])
+
+    def here(self, x: Tensor) -> Tensor:
+        """A host tensor on the device, without waiting."""
+        return (
+            x.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else x
+        )
+
+    def padded(self, x_N: Tensor) -> Tensor:
+        """[N, ...] -> [B, L, ...]."""
+        if not self.full:
+            x_N = x_N.index_select(0, self.into_BL.flatten())
+        return x_N.unflatten(0, self._shape)
+
+    def packed(self, x_BL: Tensor) -> Tensor:
+        """[B, L, ...] -> [N, ...]."""
+        x_R = x_BL.flatten(0, 1)
+        return x_R if self.full else x_R.index_select(0, self.from_N)
+
+
 @functools.cache
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Compiled for any number of rows [B, L]: a slot's micro-batches have a score of shapes."""
+    """Compiled for any number of tokens and rows: micro-batches have many shapes."""
     inner = torch.compile(function, fullgraph=True)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         for x in args:
-            if isinstance(x, Tensor) and x.ndim >= 3:
-                for dim in range(2):
+            if isinstance(x, Tensor) and (x.ndim >= 2 or not x.is_floating_point()):
+                for dim in range(1 if x.is_floating_point() else x.ndim):
                     torch._dynamo.maybe_mark_dynamic(x, dim)
         return inner(*args, **kwargs)
 
@@ -184,12 +227,11 @@ def epsilon(norm: Any) -> float:
     return float(getattr(norm, "variance_epsilon", None) or norm.eps)
 
 
-def add_projected(state_BLH: Tensor, x_BLF: Tensor, projection: nn.Linear) -> None:
+def add_projected(state_NH: Tensor, x_NF: Tensor, projection: nn.Linear) -> None:
     """state += projection(x), inside the matmul: rounded once."""
-    flat = state_BLH.flatten(0, 1)
-    flat.addmm_(x_BLF.flatten(0, 1), projection.weight.T)
+    state_NH.addmm_(x_NF, projection.weight.T)
     if projection.bias is not None:
-        flat.add_(projection.bias)
+        state_NH.add_(projection.bias)
 
 
 # --- between the matmuls: float32 inside, the input's dtype outside ---------------------------
@@ -206,43 +248,56 @@ def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(gate.float()) * up.float()).to(up.dtype)
 
 
-def gated(x: Tensor, gate: Tensor) -> Tensor:
-    return (x.float() * torch.sigmoid(gate.float())).to(x.dtype)
+def gated(x_RGE: Tensor, from_N: Tensor, gate_NGE: Tensor) -> Tensor:
+    """Of the rows that are no padding."""
+    return (x_RGE[from_N].float() * torch.sigmoid(gate_NGE.float())).to(x_RGE.dtype)
 
 
-def rotate(x_BLNE: Tensor, cos_L1R: Tensor, sin_L1R: Tensor) -> Tensor:
-    """Halves (a, b) -> (a cos - b sin, b cos + a sin) of the first R numbers of a head."""
-    turned, still = x_BLNE[..., : cos_L1R.shape[-1]].float(), x_BLNE[..., cos_L1R.shape[-1] :]
+def rotate(x_NGE: Tensor, into_BL: Tensor, cos_L1R: Tensor, sin_L1R: Tensor) -> Tensor:
+    """[B, L, G, E]: halves (a, b) -> (a cos - b sin, b cos + a sin) of the first R numbers of a
+    head."""
+    x_BLGE, size = x_NGE[into_BL], cos_L1R.shape[-1]
+    turned, still = x_BLGE[..., :size].float(), x_BLGE[..., size:]
     a, b = turned.chunk(2, dim=-1)
     turned = turned * cos_L1R.float() + torch.cat((-b, a), dim=-1) * sin_L1R.float()
-    return torch.cat((turned.to(x_BLNE.dtype), still), dim=-1)
+    return torch.cat((turned.to(x_NGE.dtype), still), dim=-1)
 
 
 def norm_rotate(
-    x_BLNE: Tensor, weight_E: Tensor, eps: float, offset: float, cos_L1R: Tensor, sin_L1R: Tensor
+    x_NGE: Tensor,
+    into_BL: Tensor,
+    weight_E: Tensor,
+    eps: float,
+    offset: float,
+    cos_L1R: Tensor,
+    sin_L1R: Tensor,
 ) -> Tensor:
-    return rotate(rms_norm(x_BLNE, weight_E, eps, offset), cos_L1R, sin_L1R)
+    return rotate(rms_norm(x_NGE, weight_E, eps, offset), into_BL, cos_L1R, sin_L1R)
 
 
-def gated_norm(x_BLVE: Tensor, z_BLVE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    wide = x_BLVE.float()
+def gated_norm(
+    x_RVE: Tensor, from_N: Tensor, z_NVE: Tensor, weight_E: Tensor, eps: float
+) -> Tensor:
+    """Of the rows that are no padding."""
+    wide = x_RVE[from_N].float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight_E.float()
-    return (wide * F.silu(z_BLVE.float())).to(x_BLVE.dtype)
+    return (wide * F.silu(z_NVE.float())).to(x_RVE.dtype)
 
 
-def short_conv(x_BLC: Tensor, weight_CW: Tensor, size: int, eps: float | None) -> Tensor:
-    """Causal convolution over the last W tokens, SiLU, heads of `size`: each to length one unless
-    eps is None. conv_kernel.py is this on a GPU."""
+def short_conv(x_NC: Tensor, rows: Rows, weight_CW: Tensor, size: int, eps: float | None) -> Tensor:
+    """[B, L, C/size, size]: causal convolution over the last W tokens of a document, SiLU, heads of
+    `size`, each to length one unless eps is None. conv_kernel.py is this on a GPU."""
+    x_BLC = x_NC[rows.into_BL].float()
     width, length = weight_CW.shape[1], x_BLC.shape[1]
-    padded = F.pad(x_BLC.float(), (0, 0, width - 1, 0))
-    summed = torch.zeros_like(padded[:, :length])
+    padded = F.pad(x_BLC, (0, 0, width - 1, 0))
+    summed = torch.zeros_like(x_BLC)
     for tap in range(width):
         summed += padded[:, tap : tap + length] * weight_CW[:, tap]
     heads_BLGE = F.silu(summed).unflatten(-1, (-1, size))
     if eps is not None:
         square_BLG1 = heads_BLGE.square().sum(-1, keepdim=True)
         heads_BLGE = heads_BLGE * torch.rsqrt(square_BLG1 + eps)
-    return heads_BLGE.to(x_BLC.dtype)
+    return heads_BLGE.to(x_NC.dtype)
 
 
 # --- the recurrence of Gated DeltaNet -------------------------------------------------------------

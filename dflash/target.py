@@ -38,9 +38,9 @@ __all__ = ["CaptureError", "MicroBatch", "Target", "load_ends", "micro_batches",
 
 log = logging.getLogger("target")
 
-CALL_SHARE = 48
-"""What one forward call costs beside its tokens: a 48th of a full one. Weighs padding against more
-calls. (At 27B shapes an H200 loses about 400 tokens a call: short batches fill it less.)"""
+CALL_SHARE, FAST_CALL_SHARE = 48, 8
+"""What one forward call costs beside its tokens: a 48th of a full one, in padding an 8th of one
+where fast_layers.py pads only what mixes tokens. Weighs padding against more calls."""
 
 
 class CaptureError(Exception):
@@ -66,12 +66,15 @@ def padded_length(length: int) -> int:
 
 
 def micro_batches(
-    lengths: Sequence[int], max_tokens: int, max_length: int | None = None
+    lengths: Sequence[int],
+    max_tokens: int,
+    max_length: int | None = None,
+    call_share: int = CALL_SHARE,
 ) -> list[MicroBatch]:
     """Cut documents, longest first, into batches [b, L] with b * L <= max_tokens (a single longer
     document excepted), L a `padded_length` (at most `max_length`).
 
-    The cut with the least padding, each call counted as max_tokens / CALL_SHARE more: the shortest
+    The cut with the least padding, each call counted as max_tokens / call_share more: the shortest
     path over the sorted documents. No row is ever empty, so every document is in exactly one row.
     """
     assert all(n > 0 for n in lengths), "an empty document"
@@ -88,7 +91,7 @@ def micro_batches(
             rows, tokens = end - start, (end - start) * padded[start]
             if rows > 1 and tokens > max_tokens:
                 break  # more rows, of a length at least as large
-            costs.append((best[start] + tokens + max_tokens / CALL_SHARE, rows))
+            costs.append((best[start] + tokens + max_tokens / call_share, rows))
         best[end], cut[end] = min(costs)
     batches = []
     end = count
@@ -184,27 +187,32 @@ class Target:
         lengths = [len(ids) for ids in documents]
         starts = [0, *itertools.accumulate(lengths)]
         assert starts[-1] <= len(all_TF), "more tokens than rows"
-        longest = max(self.arch.max_position_embeddings, *lengths)
-        for batch in micro_batches(lengths, self.micro_batch_tokens, longest):
+        for batch in self.micro_batches(lengths):
             if beat is not None:
                 beat()
-            ids_BL = torch.zeros(len(batch.documents), batch.length, dtype=torch.int64)
-            for row, document in enumerate(batch.documents):
-                ids_BL[row, : lengths[document]] = torch.as_tensor(documents[document])
-            spans = [(starts[document], lengths[document]) for document in batch.documents]
-            if self.device.type == "cuda":
-                ids_BL = ids_BL.pin_memory().to(self.device, non_blocking=True)
+            ids = [torch.as_tensor(documents[number]).long() for number in batch.documents]
+            spans = [(starts[number], lengths[number]) for number in batch.documents]
             run = self._forward if self.fast is None else self._fast_forward
-            run(ids_BL, spans, all_TF, vlh_TH)
+            run(ids, batch.length, spans, all_TF, vlh_TH)
+
+    def micro_batches(self, lengths: Sequence[int]) -> list[MicroBatch]:
+        """How `capture` cuts documents of these lengths."""
+        longest = max(self.arch.max_position_embeddings, *lengths)
+        share = CALL_SHARE if self.fast is None else FAST_CALL_SHARE
+        return micro_batches(lengths, self.micro_batch_tokens, longest, share)
 
     def _forward(
         self,
-        ids_BL: torch.Tensor,
+        documents: Sequence[torch.Tensor],
+        length: int,
         spans: Sequence[tuple[int, int]],
         all_TF: torch.Tensor,
         vlh_TH: torch.Tensor | None,
     ) -> None:
-        """One micro-batch. `spans`: (first packed row, length) of each of its rows."""
+        """One micro-batch. `spans`: (first packed row, length) of each document."""
+        ids_BL = torch.zeros(len(documents), length, dtype=torch.int64)
+        for row, ids in enumerate(documents):
+            ids_BL[row, : len(ids)] = ids
 
         def hook(index: int) -> Callable[..., None]:
             def write(module: nn.Module, args: Any, output: Any) -> None:
@@ -219,7 +227,7 @@ class Target:
             for index, tap in enumerate(self.taps)
         ]
         try:
-            output = self.backbone(input_ids=ids_BL, use_cache=False)
+            output = self.backbone(input_ids=ids_BL.to(self.device), use_cache=False)
         except _LastTapReached:
             return
         finally:
@@ -230,20 +238,21 @@ class Target:
 
     def _fast_forward(
         self,
-        ids_BL: torch.Tensor,
+        documents: Sequence[torch.Tensor],
+        length: int,
         spans: Sequence[tuple[int, int]],
         all_TF: torch.Tensor,
         vlh_TH: torch.Tensor | None,
     ) -> None:
         """The same by fast_layers.py."""
         assert self.fast is not None
-        for layer, state_BLH in self.fast(ids_BL):
+        for layer, state_NH in self.fast(documents, length):
             if layer in self.taps:
-                scatter(state_BLH, spans, self._tap(all_TF, self.taps.index(layer)))
+                place(state_NH, spans, self._tap(all_TF, self.taps.index(layer)))
             if vlh_TH is None and layer == self.taps[-1]:
                 return
         assert vlh_TH is not None
-        scatter(self.fast.final_norm(state_BLH), spans, vlh_TH)
+        place(self.fast.final_norm(state_NH), spans, vlh_TH)
 
     def _tap(self, all_TF: torch.Tensor, index: int) -> torch.Tensor:
         hidden = self.arch.hidden_size
@@ -296,6 +305,20 @@ def scatter(
     """Rows of a micro-batch to their packed places, without the padding."""
     for row, (start, length) in enumerate(spans):
         out_TH[start : start + length].copy_(state_BLH[row, :length], non_blocking=True)
+
+
+def place(state_NH: torch.Tensor, spans: Sequence[tuple[int, int]], out_TH: torch.Tensor) -> None:
+    """The same of packed rows, neighbours in one copy."""
+    runs: list[tuple[int, int]] = []
+    for start, length in spans:
+        if runs and start == sum(runs[-1]):
+            runs[-1] = runs[-1][0], runs[-1][1] + length
+        else:
+            runs.append((start, length))
+    row = 0
+    for start, length in runs:
+        out_TH[start : start + length].copy_(state_NH[row : row + length], non_blocking=True)
+        row += length
 
 
 def layer_output(output: Any) -> torch.Tensor:

@@ -101,11 +101,13 @@ def test_the_short_convolution_s_kernel(dtype: torch.dtype, eps: float | None) -
     """Of a slice of channels, as the layers call it; heads that are no power of two too."""
     from dflash.conv_kernel import short_conv  # there is no Triton where this is only collected
 
-    for rows, length, channels, size in ((2, 133, 128, 64), (1, 5, 96, 48), (3, 64, 256, 128)):
-        x_BLC = torch.randn(rows, length, channels + 64, device="cuda", dtype=dtype)[..., 32:-32]
+    for lengths, channels, size in (([133, 60], 128, 64), ([5], 96, 48), ([64, 64, 1], 256, 128)):
+        rows = fast.Rows(lengths, max(lengths), torch.empty(0, device="cuda"))
+        x_NC = torch.randn(sum(lengths), channels + 64, device="cuda", dtype=dtype)[:, 32:-32]
         weight_CW = torch.randn(channels, 4, device="cuda", dtype=dtype)
-        got = short_conv(x_BLC, weight_CW, size, eps)
-        torch.testing.assert_close(got, fast.short_conv(x_BLC, weight_CW, size, eps))
+        got = rows.packed(short_conv(x_NC, rows, weight_CW, size, eps))
+        want = rows.packed(fast.short_conv(x_NC, rows, weight_CW, size, eps))
+        torch.testing.assert_close(got, want)
 
 
 def test_slots_leave_whole_and_in_order_while_the_next_is_made() -> None:

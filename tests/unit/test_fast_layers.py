@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tiny import HIDDEN, LAYERS, VOCAB, load_tiny, tiny_config
 
 from dflash import fast_layers as fast
 from dflash.arch import TargetArch
-from dflash.target import Target
+from dflash.target import Target, place
 
 KNOWN = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe")
 
@@ -54,9 +55,11 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Target:
 
 
 def test_every_layer_is_the_stock_one_s(target: Target) -> None:
+    """Two documents of different lengths, packed here and padded there."""
     layers = fast.FastLayers.of(target.backbone, target.arch)
     assert layers is not None
     ids_BL = torch.randint(3, VOCAB, (2, 37))
+    valid_BL = torch.arange(37) < torch.tensor([37, 20])[:, None]
     stock: list[torch.Tensor] = []
     for layer in target.layers:
         layer.register_forward_hook(
@@ -64,11 +67,31 @@ def test_every_layer_is_the_stock_one_s(target: Target) -> None:
         )
     with torch.inference_mode():
         last = target.backbone(input_ids=ids_BL, use_cache=False).last_hidden_state
-        for index, state_BLH in layers(ids_BL):
-            torch.testing.assert_close(state_BLH, stock[index], atol=2e-5, rtol=2e-4)
-            state_BLH = state_BLH.clone()
-        torch.testing.assert_close(layers.final_norm(state_BLH), last, atol=2e-5, rtol=2e-4)
+        for index, state_NH in layers([ids_BL[0], ids_BL[1, :20]], 37):
+            torch.testing.assert_close(state_NH, stock[index][valid_BL], atol=2e-5, rtol=2e-4)
+            state_NH = state_NH.clone()
+        torch.testing.assert_close(
+            layers.final_norm(state_NH), last[valid_BL], atol=2e-5, rtol=2e-4
+        )
     assert index == LAYERS - 1
+
+
+def test_rows_go_both_ways() -> None:
+    rows = fast.Rows([2, 4, 1], 4, torch.empty(0))
+    x_N = torch.arange(7.0)
+    assert rows.padded(x_N).tolist() == [[0, 1, 1, 1], [2, 3, 4, 5], [6, 6, 6, 6]]
+    assert torch.equal(rows.packed(rows.padded(x_N)), x_N)
+    full = fast.Rows([3, 3], 3, torch.empty(0))
+    x_N = torch.arange(6.0)
+    assert torch.equal(full.padded(x_N), x_N.view(2, 3))
+    assert torch.equal(full.packed(full.padded(x_N)), x_N)
+    assert torch.equal(x_N[full.into_BL], x_N.view(2, 3))
+
+
+def test_neighbours_leave_in_one_copy() -> None:
+    out_TH = torch.full((12, 1), -1.0)
+    place(torch.arange(9.0)[:, None], [(0, 2), (2, 3), (8, 4)], out_TH)
+    assert out_TH.flatten().tolist() == [0, 1, 2, 3, 4, -1, -1, -1, 5, 6, 7, 8]
 
 
 def test_a_target_that_runs_on_them_captures_the_same(target: Target) -> None:
@@ -135,25 +158,41 @@ def test_projections_that_are_more_than_a_matrix_keep_their_own_layers(tmp_path:
     assert fast.FastLayers.of(target.backbone, target.arch) is None
 
 
-def test_the_short_convolution_sees_the_last_tokens_only() -> None:
-    """By hand: one channel, window 2, weights (10, 1)."""
-    x_BLC = torch.tensor([[[3.0], [6.0]], [[5.0], [-1.0]]])
+def test_the_short_convolution_sees_the_last_tokens_of_its_document_only() -> None:
+    """By hand: one channel, window 2, weights (10, 1); documents of two tokens and of one."""
+    x_NC, rows = torch.tensor([[3.0], [6.0], [-1.0]]), fast.Rows([2, 1], 2, torch.empty(0))
     weight_CW = torch.tensor([[10.0, 1.0]])
-    out = fast.short_conv(x_BLC, weight_CW, 1, None)
-    torch.testing.assert_close(out.flatten(), F.silu(torch.tensor([3.0, 36.0, 5.0, 49.0])))
-    torch.testing.assert_close(fast.short_conv(x_BLC, weight_CW, 1, 1e-6).flatten(), torch.ones(4))
+    out_BLGE = fast.short_conv(x_NC, rows, weight_CW, 1, None)
+    wanted = F.silu(torch.tensor([3.0, 36.0, -1.0]))
+    torch.testing.assert_close(rows.packed(out_BLGE).flatten(), wanted)
+    unit_BLGE = fast.short_conv(x_NC, rows, weight_CW, 1, 1e-6)
+    torch.testing.assert_close(rows.packed(unit_BLGE).flatten(), wanted.sign(), atol=1e-4, rtol=0)
 
 
 def test_one_compiled_function_serves_every_shape() -> None:
-    """Compiled by dynamo alone (no code generation): shapes must not be baked in."""
+    """Compiled by dynamo alone (no code generation), through `compiled`'s marks: shapes must not be
+    baked in. A few variants are allowed: one row, no padding."""
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounter()
-    norm = torch.compile(fast.rms_norm, backend=counter, fullgraph=True)
-    for rows, length in ((2, 16), (3, 48), (8, 64), (5, 160)):
-        x_BLH = torch.randn(rows, length, 32)
-        for dim in range(2):
-            torch._dynamo.maybe_mark_dynamic(x_BLH, dim)
-        torch.testing.assert_close(
-            norm(x_BLH, torch.ones(32), 1e-6, 0.0), F.rms_norm(x_BLH, (32,), eps=1e-6)
+    eager, functions = torch.compile, (fast.norm_rotate, fast.gated_norm, fast.rms_norm)
+    with unittest.mock.patch.object(
+        torch, "compile", lambda function, **options: eager(function, backend=counter, **options)
+    ):
+        norm_rotate, gated_norm, rms_norm = map(fast.compiled.__wrapped__, functions)
+    weight_E = torch.rand(16)
+    cases = ([9, 16], [48], [30], [64, 64], [5, 3, 2, 1], [160, 31], [7], [33, 33, 33], [64, 2])
+    for case in cases:
+        length, tokens = max(16, max(case)), sum(case)
+        rows = fast.Rows(case, length, torch.empty(0))
+        x_NGE, rope = (
+            torch.randn(tokens, 4, 16),
+            (torch.rand(length, 1, 8), torch.rand(length, 1, 8)),
         )
-    assert counter.frame_count == 1
+        arguments = (x_NGE, rows.into_BL, weight_E, 1e-6, 1.0, *rope)
+        torch.testing.assert_close(norm_rotate(*arguments), fast.norm_rotate(*arguments))
+        x_RVE = torch.randn(len(case) * length, 4, 16)
+        arguments = (x_RVE, rows.from_N, x_NGE, weight_E, 1e-6)
+        torch.testing.assert_close(gated_norm(*arguments), fast.gated_norm(*arguments))
+        arguments = (x_NGE.flatten(1), torch.ones(64), 1e-6, 0.0)
+        torch.testing.assert_close(rms_norm(*arguments), fast.rms_norm(*arguments))
+    assert counter.frame_count <= 3 * 4

@@ -161,7 +161,7 @@ def test_capture_writes_into_the_memory_it_was_given_in_that_memorys_dtype(tmp_p
     beats = []
     target.capture(documents(10, 3), all_TF, beat=lambda: beats.append(1))
     assert any(page[: 13 * 2 * HIDDEN * 2]) and not any(page[13 * 2 * HIDDEN * 2 :])
-    assert len(beats) == len(micro_batches([10, 3], target.micro_batch_tokens))
+    assert len(beats) == len(target.micro_batches([10, 3]))
 
 
 def test_taps_outside_the_model_are_refused_with_its_size(tmp_path: Path) -> None:
