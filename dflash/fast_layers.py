@@ -137,8 +137,8 @@ class FastLayers:
 
     def _normed_and_rotated(self, norm: Any, x_NGE: Tensor, rows: Rows, rope: Rope) -> Tensor:
         if norm is None:
-            return self._fused(rotate)(x_NGE, rows.into_BL, *rope)
-        normed = self._fused(norm_rotate)
+            return self._fused(pad_rotate)(x_NGE, rows.into_BL, *rope)
+        normed = self._fused(pad_norm_rotate)
         return normed(x_NGE, rows.into_BL, norm.weight, epsilon(norm), self.offset, *rope)
 
     def _delta_net(self, layer: Any, x_NH: Tensor, rows: Rows) -> Tensor:
@@ -253,17 +253,20 @@ def gated(x_RGE: Tensor, from_N: Tensor, gate_NGE: Tensor) -> Tensor:
     return (x_RGE[from_N].float() * torch.sigmoid(gate_NGE.float())).to(x_RGE.dtype)
 
 
-def rotate(x_NGE: Tensor, into_BL: Tensor, cos_L1R: Tensor, sin_L1R: Tensor) -> Tensor:
-    """[B, L, G, E]: halves (a, b) -> (a cos - b sin, b cos + a sin) of the first R numbers of a
-    head."""
-    x_BLGE, size = x_NGE[into_BL], cos_L1R.shape[-1]
+def rotated(x_BLGE: Tensor, cos_L1R: Tensor, sin_L1R: Tensor) -> Tensor:
+    """Halves (a, b) -> (a cos - b sin, b cos + a sin) of the first R numbers of a head."""
+    size = cos_L1R.shape[-1]
     turned, still = x_BLGE[..., :size].float(), x_BLGE[..., size:]
     a, b = turned.chunk(2, dim=-1)
     turned = turned * cos_L1R.float() + torch.cat((-b, a), dim=-1) * sin_L1R.float()
-    return torch.cat((turned.to(x_NGE.dtype), still), dim=-1)
+    return torch.cat((turned.to(x_BLGE.dtype), still), dim=-1)
 
 
-def norm_rotate(
+def pad_rotate(x_NGE: Tensor, into_BL: Tensor, cos_L1R: Tensor, sin_L1R: Tensor) -> Tensor:
+    return rotated(x_NGE[into_BL], cos_L1R, sin_L1R)
+
+
+def pad_norm_rotate(
     x_NGE: Tensor,
     into_BL: Tensor,
     weight_E: Tensor,
@@ -272,7 +275,8 @@ def norm_rotate(
     cos_L1R: Tensor,
     sin_L1R: Tensor,
 ) -> Tensor:
-    return rotate(rms_norm(x_NGE, weight_E, eps, offset), into_BL, cos_L1R, sin_L1R)
+    """Padded first: so it is one pass."""
+    return rotated(rms_norm(x_NGE[into_BL], weight_E, eps, offset), cos_L1R, sin_L1R)
 
 
 def gated_norm(

@@ -174,11 +174,11 @@ def test_one_compiled_function_serves_every_shape() -> None:
     baked in. A few variants are allowed: one row, no padding."""
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounter()
-    eager, functions = torch.compile, (fast.norm_rotate, fast.gated_norm, fast.rms_norm)
+    eager, functions = torch.compile, (fast.pad_norm_rotate, fast.gated_norm, fast.rms_norm)
     with unittest.mock.patch.object(
         torch, "compile", lambda function, **options: eager(function, backend=counter, **options)
     ):
-        norm_rotate, gated_norm, rms_norm = map(fast.compiled.__wrapped__, functions)
+        pad_norm_rotate, gated_norm, rms_norm = map(fast.compiled.__wrapped__, functions)
     weight_E = torch.rand(16)
     cases = ([9, 16], [48], [30], [64, 64], [5, 3, 2, 1], [160, 31], [7], [33, 33, 33], [64, 2])
     for case in cases:
@@ -189,7 +189,7 @@ def test_one_compiled_function_serves_every_shape() -> None:
             (torch.rand(length, 1, 8), torch.rand(length, 1, 8)),
         )
         arguments = (x_NGE, rows.into_BL, weight_E, 1e-6, 1.0, *rope)
-        torch.testing.assert_close(norm_rotate(*arguments), fast.norm_rotate(*arguments))
+        torch.testing.assert_close(pad_norm_rotate(*arguments), fast.pad_norm_rotate(*arguments))
         x_RVE = torch.randn(len(case) * length, 4, 16)
         arguments = (x_RVE, rows.from_N, x_NGE, weight_E, 1e-6)
         torch.testing.assert_close(gated_norm(*arguments), fast.gated_norm(*arguments))
