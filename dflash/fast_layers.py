@@ -17,10 +17,10 @@ is transformers' own, many times slower. The state that is yielded is overwritte
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -46,6 +46,7 @@ FAMILIES = (
 are."""
 KINDS = ("full_attention", "linear_attention")
 L2_EPS = 1e-6
+FLA_VERSION = (0, 6)
 
 
 class FastLayers:
@@ -308,7 +309,12 @@ def short_conv(x_NC: Tensor, rows: Rows, weight_CW: Tensor, size: int, eps: floa
 
 
 def has_fla() -> bool:
-    return importlib.util.find_spec("fla") is not None
+    """A version whose kernel knows gate and beta: an older one ignores them without a word."""
+    try:
+        major, minor = metadata.version("flash-linear-attention").split(".")[:2]
+    except metadata.PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) >= FLA_VERSION
 
 
 def fla_rule(mixer: Any, q: Tensor, k: Tensor, v: Tensor, a_BLV: Tensor, b_BLV: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unittest.mock
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +197,18 @@ def test_one_compiled_function_serves_every_shape() -> None:
         arguments = (x_NGE.flatten(1), torch.ones(64), 1e-6, 0.0)
         torch.testing.assert_close(rms_norm(*arguments), fast.rms_norm(*arguments))
     assert counter.frame_count <= 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("version", "good"), [("0.6.0", True), ("1.0", True), ("0.5.9", False), (None, False)]
+)
+def test_an_fla_that_would_ignore_the_gate_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, good: bool
+) -> None:
+    def installed(name: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", installed)
+    assert fast.has_fla() is good
