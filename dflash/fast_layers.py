@@ -309,9 +309,10 @@ def short_conv(x_NC: Tensor, rows: Rows, weight_CW: Tensor, size: int, eps: floa
 
 
 def has_fla() -> bool:
-    """A version whose kernel knows gate and beta: an older one ignores them without a word."""
+    """A version whose kernel knows gate and beta: an older one ignores them without a word.
+    (flash-linear-attention's kernels are in fla-core.)"""
     try:
-        major, minor = metadata.version("flash-linear-attention").split(".")[:2]
+        major, minor = metadata.version("fla-core").split(".")[:2]
     except metadata.PackageNotFoundError:
         return False
     return (int(major), int(minor)) >= FLA_VERSION

@@ -138,8 +138,8 @@ class Target:
             )
         elif self.fast.hybrid and not has_fla():
             log.warning(
-                "flash-linear-attention is missing, or older than 0.6: the recurrent layers run in plain "
-                "torch, many times slower: pip install 'dflash-ring[gpu]'"
+                "flash-linear-attention is missing, or older than 0.6: the recurrent layers run in "
+                "plain torch, many times slower: pip install 'dflash-ring[gpu]'"
             )
 
     @classmethod
