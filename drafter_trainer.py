@@ -78,7 +78,8 @@ def run(run_dir: Path) -> int:
             ring.beat()
             time.sleep(0.1)
         began = time.monotonic()
-        texts.extend(load_texts(texts_file) if not texts else ())
+        if not texts:
+            texts.extend(load_texts(texts_file))
         figures = measure_texts(state.drafter, state.ends, texts, ring.beat)
         return figures | {"eval_s": time.monotonic() - began}
 

@@ -3,7 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+
+def commit() -> str | None:
+    """`-dirty` where the files differ from it. None without git."""
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or None
+
+
+def keep(results: Sequence[dict[str, Any]], path: Path | None) -> None:
+    """Write them all to --json's file, if there is one. After each result: a later one may fail."""
+    if path is not None:
+        path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def new_file(text: str) -> Path:

@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import math
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -31,7 +29,7 @@ from dflash.flex import context_range
 from dflash.model import DFlashDrafter, FrozenEnds
 from dflash.step import DTYPES, Batch, TrainState, draw, masks, train_step
 
-from . import count, new_file
+from . import commit, count, keep, new_file
 from .load import NEIGHBOURS, Chip, chip_figures, read_chip
 from .shapes import SHAPES, Case, floor_s, step_flop
 
@@ -212,14 +210,6 @@ def count_syncs(state: TrainState, batch: Batch) -> int:
     return sum("synchronizing CUDA operation" in str(w.message) for w in caught)
 
 
-def commit() -> str | None:
-    """`-dirty` where the files differ from it. None without git."""
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or None
-
-
 COLUMNS = {
     "shapes": "{}",
     "loss": "{}",
@@ -281,11 +271,10 @@ def main() -> None:
         print(" ".join(f"{k}={v.format(found[-1][k])}" for k, v in COLUMNS.items()))
         for name in args.beside:
             print(f"beside busy {name}: {found[-1][f'step_s_beside_{name}']:.4f} s")
+        keep(found, args.json)
         torch.compiler.reset()  # a function is compiled for at most 8 sets of shapes
         gc.collect()
         torch.cuda.empty_cache()
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

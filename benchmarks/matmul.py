@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -27,8 +26,7 @@ from dflash.head import Float8Head, quantise
 from dflash.loss import chunk_rows
 from dflash.step import DTYPES
 
-from . import new_file
-from .drafter import commit
+from . import commit, keep, new_file
 from .load import chip_figures, read_chip
 from .shapes import SHAPES
 
@@ -176,12 +174,11 @@ def main() -> None:
     for product in (*of_a_step, *beside):
         results.append(facts | measure(product, DTYPES[case.config.drafter.dtype]))
         print(line(results[-1]), flush=True)
+        keep(results, args.json)
     ours = results[: len(of_a_step)]
     total_s = sum(found["steady_s"] * found["times_a_step"] for found in ours)
     flop = sum(product.flop * product.times for product in of_a_step)
     print(f"a step's matmuls: {total_s:.4f} s, {flop / total_s / 1e12:.0f} TFLOP/s")
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

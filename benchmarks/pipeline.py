@@ -21,7 +21,6 @@ run lives in a temporary directory, and its learning rate has hardly left zero.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 import tempfile
@@ -43,7 +42,7 @@ from launcher.session import prepare_program, programs, run_prepare
 from shm_ring import RingError
 from shm_ring import layout as at
 
-from . import new_file, positive
+from . import keep, new_file, positive
 from .halves import BenchFailed, Halves
 from .pipeline_figures import figures, summary
 from .stand_in import StandIn
@@ -282,8 +281,7 @@ def main() -> int:
         return error.code
     row["command"] = shlex.join(["launch.py", "bench", "pipeline", *sys.argv[1:]])
     row["shapes"] = args.config.stem
-    if args.json:
-        args.json.write_text(json.dumps([row], indent=1) + "\n")
+    keep([row], args.json)
     print(summary(row))
     return 0
 

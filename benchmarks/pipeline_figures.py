@@ -11,7 +11,7 @@ from launcher.preflight import Facts
 from launcher.rundir import PACKAGES, RunDir
 from launcher.screen import percent, seconds, size
 
-from .drafter import commit
+from . import commit
 from .watch import SMI_COLUMNS, Rate, Window
 
 if TYPE_CHECKING:

@@ -10,14 +10,12 @@ ring and the plain copy do the same work on the same pages, one slot after the o
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import platform
 import random
 import secrets
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +29,7 @@ import numpy as np
 from shm_ring import Field, RingReader, RingWriter, create, destroy, hidden_state_fields
 from shm_ring import layout as at
 
-from . import count, new_file
+from . import commit, count, keep, new_file
 
 Figures = dict[str, Any]
 SMALL = (Field("ids", "i64", (1, 64), per_token=True),)
@@ -225,13 +223,11 @@ def idle(seconds: float) -> Figures:
 def machine() -> Figures:
     text = Path("/proc/cpuinfo").read_text()
     names = [line.partition(": ")[2] for line in text.splitlines() if line.startswith("model name")]
-    head = ["git", "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(head, capture_output=True, text=True, check=False)
     return {
         "gpu": None,
         "torch": None,
         "command": " ".join(["python -m benchmarks.ring", *sys.argv[1:]]),
-        "commit": found.stdout.strip() or None,
+        "commit": commit(),
         "cpu": names[0] if names else platform.machine(),
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
@@ -265,8 +261,7 @@ def main() -> None:
         found.append(figures | where)
         cells = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in figures.items())
         print("  ".join(cells), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        keep(found, args.json)
 
 
 if __name__ == "__main__":

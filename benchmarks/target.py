@@ -4,15 +4,15 @@
 
 The documents are the config's own, dealt into slots by the run's plan. `forward` runs slots from
 the token ids to the states on the device; `slots` is the target worker's own loop, into a real ring
-that a reader empties: sums, copies and publishing included. `launch.py bench target` is the same
-program.
+that a reader empties: sums, copies and publishing included. `padding` is what the micro-batches'
+rows have beside their tokens: fast layers pay for it in attention and recurrence alone. `launch.py
+bench target` is the same program.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import threading
@@ -38,8 +38,7 @@ from shm_ring import RingError, RingReader, RingWriter, create, destroy
 from shm_ring.pin import unpin
 from target_worker import StagedFiller, load_target
 
-from . import count, new_file
-from .drafter import commit
+from . import commit, count, keep, new_file
 from .shapes import FLOP_PER_S
 
 SLOTS = 4
@@ -314,8 +313,7 @@ def main() -> None:
         for kernel, ms in found[-1]["kernels_ms"].items():
             print(f"{ms:9.3f} ms  {kernel}")
         print(" ".join(f"{k}={v.format(found[-1][k])}" for k, v in COLUMNS.items()))
-        if args.json:
-            args.json.write_text(json.dumps(found, indent=1) + "\n")
+        keep(found, args.json)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from .target_size import count_delta_layers, count_parameters, layer_width
 
 # Families whose RMSNorm multiplies by (1 + w): a drafter norm copied from theirs must add the 1.
 ZERO_CENTRED_NORMS = ("gemma", "qwen3_5", "qwen3_next")
+FLA_VERSION = (0, 6)
 PLAIN_NORMS = ("gemma3n", "gemma4")
 """Gemmas that no longer do."""
 SHIPPED = Path(__file__).parents[1] / "configs" / "targets"
@@ -151,6 +153,17 @@ def _rope_theta(text: dict[str, Any]) -> float:
     rope = text.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     return float(rope.get("rope_theta") or text.get("rope_theta") or 10000.0)
+
+
+def has_fla() -> bool:
+    """Whether Gated DeltaNet layers have their kernel on a GPU: flash-linear-attention, in a
+    version that knows gate and beta. An older one ignores them without a word. (Its kernels are in
+    fla-core.)"""
+    try:
+        major, minor = metadata.version("fla-core").split(".")[:2]
+    except metadata.PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) >= FLA_VERSION
 
 
 def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:

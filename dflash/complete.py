@@ -54,6 +54,8 @@ def set_aside_damaged(directory: Path) -> list[str]:
         if not damaged:
             break
         aside = path.with_name(f"damaged-{path.name}")
+        while aside.exists():  # the same step, made again and damaged again
+            aside = aside.with_name(f"{aside.name}+")
         path.rename(aside)
         lines.append(f"checkpoint {path.name}: {', '.join(damaged)} damaged: kept as {aside}")
     return lines

@@ -20,14 +20,13 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .arch import TargetArch
+from .arch import TargetArch, has_fla
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,7 +45,6 @@ FAMILIES = (
 are."""
 KINDS = ("full_attention", "linear_attention")
 L2_EPS = 1e-6
-FLA_VERSION = (0, 6)
 
 
 class FastLayers:
@@ -306,16 +304,6 @@ def short_conv(x_NC: Tensor, rows: Rows, weight_CW: Tensor, size: int, eps: floa
 
 
 # --- the recurrence of Gated DeltaNet -------------------------------------------------------------
-
-
-def has_fla() -> bool:
-    """A version whose kernel knows gate and beta: an older one ignores them without a word.
-    (flash-linear-attention's kernels are in fla-core.)"""
-    try:
-        major, minor = metadata.version("fla-core").split(".")[:2]
-    except metadata.PackageNotFoundError:
-        return False
-    return (int(major), int(minor)) >= FLA_VERSION
 
 
 def fla_rule(mixer: Any, q: Tensor, k: Tensor, v: Tensor, a_BLV: Tensor, b_BLV: Tensor) -> Tensor:

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from .arch import TargetArch
+from .arch import TargetArch, has_fla
 from .config import ConfigError
-from .fast_layers import FastLayers, has_fla
+from .fast_layers import FastLayers
 from .model import FrozenEnds
 from .random_target import random_model
 from .target_files import load_ends, resolve_target
@@ -112,10 +112,11 @@ class Target:
         taps: Sequence[int],
         directory: Path,
         micro_batch_tokens: int = 2048,
+        random_weights: bool = False,
     ) -> None:
         assert list(taps) == sorted(set(taps)), "taps must rise"
         self.model, self.arch, self.taps, self.directory = model, arch, tuple(taps), directory
-        self.micro_batch_tokens, self.random_weights = micro_batch_tokens, False
+        self.micro_batch_tokens, self.random_weights = micro_batch_tokens, random_weights
         self.backbone = text_backbone(model)
         self.layers = decoder_layers(self.backbone, arch)
         self.cache_name = cache_argument(self.backbone)
@@ -133,9 +134,7 @@ class Target:
     def _say_what_is_slow(self) -> None:
         if self.fast is None:
             name = type(self.layers[0]).__name__
-            log.warning(
-                "no fast layers for %s: transformers' own run, about 1.3 times slower", name
-            )
+            log.warning("no fast layers for %s: transformers' own run, which are slower", name)
         elif self.fast.hybrid and not has_fla():
             log.warning(
                 "flash-linear-attention is missing, or older than 0.6: the recurrent layers run in "
@@ -161,9 +160,7 @@ class Target:
         """
         load = random_model if random_weights else load_model
         model = load(directory, dtype, device).eval().requires_grad_(False)
-        target = cls(model, arch, taps, Path(directory), micro_batch_tokens)
-        target.random_weights = random_weights
-        return target
+        return cls(model, arch, taps, Path(directory), micro_batch_tokens, random_weights)
 
     def ends(self) -> FrozenEnds:
         """The embedding, head and norm that the drafter uses, read from the files."""
@@ -276,10 +273,10 @@ def load_model(directory: str | Path, dtype: torch.dtype, device: str | torch.de
     disable_progress_bar()  # a worker's stderr is a log file
     device = torch.device(device)
     # To a GPU shard by shard, past the host's memory; that needs `accelerate`.
-    place = None if device.type == "cpu" else {"": device}
+    device_map = None if device.type == "cpu" else {"": device}
     try:
         # dtype here, not .to(dtype): that would also round the rotary frequencies.
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map=place)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map=device_map)
     except (ValueError, KeyError, OSError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from dflash.arch import DrafterArch, TargetArch, shipped_config
+from dflash.arch import DrafterArch, TargetArch, has_fla, shipped_config
 from dflash.config import Config, ConfigError
 from dflash.prepare import Prepared, random_weights_warning
 from shm_ring import Field, RingError, free_bytes, ring_bytes, snapshot
@@ -116,7 +116,7 @@ class Facts:
                 f"ring.slots: the ring takes {size(self.ring_bytes)}, and the machine reports "
                 f"{size(self.free_memory)} of memory left: {self._smaller_ring(self.free_memory)}"
             )
-        if self.target.delta_layers and config.target.device == "cuda" and not find_spec("fla"):
+        if self.target.delta_layers and config.target.device == "cuda" and not has_fla():
             lines.append(
                 f"{self.target.delta_layers} layers of the target are Gated DeltaNet and run many "
                 "times slower without flash-linear-attention: pip install 'dflash-ring[gpu]'"

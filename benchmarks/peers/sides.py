@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -28,7 +27,8 @@ from torch import Tensor
 
 from dflash.step import Batch, Drawn, draw, train_step
 
-from ..drafter import LEAST_S, WARM_UP_S, commit, random_batch, random_state
+from .. import commit, count, new_file
+from ..drafter import LEAST_S, WARM_UP_S, random_batch, random_state
 from ..shapes import Case, Shapes
 
 WARM_UPS = 3
@@ -291,10 +291,10 @@ def tiny_case(loss: str, shapes: Shapes = TINY) -> Case:
 
 def options(what: str) -> ArgumentParser:
     parser = ArgumentParser(description=what)
-    parser.add_argument("--steps", type=int, default=3, help="timed in a turn, at least")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each side")
+    parser.add_argument("--steps", type=count, default=3, help="timed in a turn, at least")
+    parser.add_argument("--rounds", type=count, default=2, help="turns of each side")
     parser.add_argument("--tiny", action="store_true", help="a dry run on a CPU, at tiny shapes")
-    parser.add_argument("--json", type=Path, help="write all measurements there")
+    parser.add_argument("--json", type=new_file, help="write all measurements there")
     return parser
 
 
@@ -305,8 +305,3 @@ def parse(parser: ArgumentParser) -> Namespace:
     # A turn rebuilds its modules; where that recompiles, the default of 8 would be reached.
     torch._dynamo.config.recompile_limit = 64
     return args
-
-
-def keep(found: list[dict[str, Any]], path: Path | None) -> None:
-    if path is not None:
-        path.write_text(json.dumps(found, indent=1) + "\n")

@@ -31,6 +31,7 @@ from dflash.loss import default_gamma
 from dflash.step import DTYPES
 from dflash.zlab import to_config
 
+from .. import keep
 from ..drafter import random_weights
 from ..shapes import SHAPES, Case, Shapes
 from . import sides
@@ -196,7 +197,7 @@ def main() -> None:
         f"specforge, {kernels}": functools.partial(SpecForge, case, kernels)
         for kernels in args.kernels
     }
-    sides.keep(sides.compare(ours, theirs, args, facts), args.json)
+    keep(sides.compare(ours, theirs, args, facts), args.json)
 
 
 if __name__ == "__main__":

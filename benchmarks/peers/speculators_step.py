@@ -46,6 +46,7 @@ from dflash.loss import decay_weights, default_gamma
 from dflash.speculators import Verifier, to_config
 from dflash.step import DTYPES, Batch
 
+from .. import keep
 from ..drafter import random_weights
 from ..shapes import SHAPES, Case
 from . import sides
@@ -282,7 +283,7 @@ def main() -> None:
         }
         ours = {"ours": functools.partial(sides.Ours, case)}
         found += sides.compare(ours, theirs, args, facts)
-        sides.keep(found, args.json)
+        keep(found, args.json)
 
 
 if __name__ == "__main__":

@@ -203,6 +203,10 @@ def test_one_flipped_bit_is_found_and_the_checkpoint_before_is_used(
     assert lines == [f"checkpoint step_00000099: state.pt damaged: kept as {aside}"]
     assert aside.is_dir() and C.latest(tmp_path) == older and C.load(older).step == 3
     assert set_aside_damaged(tmp_path) == []
+    shutil.copytree(aside, tmp_path / "step_00000099")  # made again, and damaged again
+    again = tmp_path / "damaged-step_00000099+"
+    assert set_aside_damaged(tmp_path)[0].endswith(f"kept as {again}")
+    assert aside.is_dir() and again.is_dir() and C.latest(tmp_path) == older
 
 
 def flip_a_bit(path: Path) -> None:
