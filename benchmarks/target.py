@@ -42,6 +42,11 @@ from . import commit, count, keep, new_file
 from .shapes import FLOP_PER_S
 
 SLOTS = 4
+FIRST, LAST = 2, -2
+"""The arrivals between which slots count: the pipeline is full at the first, and the host learns of
+both in one way. It looks for a copy's end while it queues the next forward, and a launch queue that
+is full holds it there, so it learns of it late: at 27B by a second. The last arrival has no forward
+after it, and is seen at once."""
 
 
 class Bench:
@@ -174,7 +179,7 @@ class Bench:
         """The target worker's loop; a slot counts when it is published."""
         config, fields = self.config, slot_fields(self.config, self.arch)
         path = config.ring.path.with_name(f"{config.ring.path.name}_bench")
-        total = slots + 3
+        total = FIRST - LAST + slots
         create(path, fields, SLOTS, end_seq=total, run_name="bench target")
         writer = RingWriter(path, "target_0", fields=fields, verify=config.ring.verify)
         reader = RingReader(path, "reader", fields=fields, verify=False)
@@ -204,17 +209,15 @@ class Bench:
             writer.leave()
             reader.leave()
             destroy(path, force=True)
-        # From the third arrival on: the pipeline is full, and every mark is the end of a copy.
-        taken_s = arrived[-1][0] - arrived[2][0]
-        tokens = sum(total_tok for _, total_tok in arrived[3:])
+        slot_s, tok_per_s = rate(arrived)
         nbytes = sum(
             field.valid_bytes(arrived[-1][1]) for field in fields if field.name in ("all", "vlh")
         )
         return {
-            "slots_tok_per_s": tokens / taken_s,
-            "slot_s": taken_s / (len(arrived) - 3),
+            "slots_tok_per_s": tok_per_s,
+            "slot_s": slot_s,
             "slot_gb": nbytes / 1e9,
-            "gb_per_s": nbytes * (len(arrived) - 3) / taken_s / 1e9,
+            "gb_per_s": nbytes / slot_s / 1e9,
             "copy_s": self.copy_s(),
             "pin_s": pin_s,
         }
@@ -233,6 +236,13 @@ class Bench:
         marks[1].record()
         torch.cuda.synchronize()
         return marks[0].elapsed_time(marks[1]) / 1e3
+
+
+def rate(arrived: Sequence[tuple[float, int]]) -> tuple[float, float]:
+    """Seconds a slot and tokens a second, of each slot's arrival (a clock's seconds) and tokens."""
+    taken_s = arrived[LAST][0] - arrived[FIRST][0]
+    tokens = [total_tok for _, total_tok in arrived][FIRST + 1 : LAST + 1]
+    return taken_s / len(tokens), sum(tokens) / taken_s
 
 
 def kernel_table(prof: Any, top: int) -> dict[str, float]:

@@ -1,5 +1,5 @@
-"""The parts of `bench target` that need no GPU: how many operations it counts, and of which kernels
-its table is made."""
+"""The parts of `bench target` that need no GPU: how many operations it counts, when a slot counts as
+arrived, and of which kernels its table is made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiny import LAYERS, load_tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.target import Bench, is_matmul, kernel_table
+from benchmarks.target import Bench, is_matmul, kernel_table, rate
 
 
 @pytest.mark.parametrize("loss", ["ce", "kl"])
@@ -36,6 +36,17 @@ def test_the_operations_are_those_that_torch_counts(family: str, loss: str, tmp_
     width = target.layers[0].self_attn.o_proj.in_features
     masked = sum(4 * width * len(ids) ** 2 / 2 for ids in docs) * bench.layers_run
     assert bench.flop(docs) == by_torch - masked
+
+
+def test_a_late_look_at_the_copies_makes_no_slot_faster() -> None:
+    """By hand: the GPU ends a slot every 4 s. The host learns of it 1.5 s later, under the next
+    slot's forward; of the last one, with none after it, at once: to there it would be 3 slots in
+    10.5 s."""
+    tokens = [700, 700, 700, 400, 440, 999]
+    ends_s = [9.0, 13.0, 17.0, 21.0, 25.0, 29.0]
+    noticed_s = [end_s + 1.5 for end_s in ends_s[:-1]] + ends_s[-1:]
+    arrived = list(zip(noticed_s, tokens, strict=True))
+    assert rate(arrived) == (4.0, (400 + 440) / 8)
 
 
 def test_the_table_takes_matmuls_together_and_keeps_the_longest() -> None:
