@@ -1,5 +1,5 @@
-"""The parts of `bench target` that need no GPU: how many operations it counts, when a slot counts as
-arrived, and of which kernels its table is made."""
+"""The parts of `bench target` that need no GPU: how many operations it counts, which arrivals bound
+its window, and of which kernels its table is made."""
 
 from __future__ import annotations
 
