@@ -1,4 +1,4 @@
-"""The drafter's training step on a GPU: time, floor, memory, launches, host time, syncs.
+"""The drafter's training step on a GPU: time, floor, memory, launches, gaps, host time, syncs.
 
     python -m benchmarks.drafter --shapes 27b --loss kl --mode graph --json FILE
     python -m benchmarks.drafter CONFIG
@@ -17,10 +17,12 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from dflash.anchors import documents, hash_keys, sample_anchors, valid_anchors
@@ -37,6 +39,8 @@ WARM_UP_S = 2.0
 """Of steps in a row before any is timed: matmuls run a tenth faster for a second after a pause."""
 LEAST_S = 1.0
 """Of the timed steps together."""
+PROFILED_S = 0.1
+"""Of the steps in a row in which the GPU's gaps are looked for: a profiler keeps every kernel."""
 
 
 def random_weights(case: Case) -> tuple[DFlashDrafter, FrozenEnds]:
@@ -117,6 +121,7 @@ def measure(case: Case, steps: int, kernels: int, beside: list[str]) -> dict[str
     figures = state.metrics.read()
     floor = floor_s(arch, config, flop)
     launches, table = count_kernels(state, batch, kernels)
+    busy, profiled_s = profile_gaps(state, batch, max(3, math.ceil(PROFILED_S / step_s)))
     peak_gib = torch.cuda.max_memory_allocated() / 2**30
     return {
         "bench": "drafter",
@@ -137,6 +142,8 @@ def measure(case: Case, steps: int, kernels: int, beside: list[str]) -> dict[str
         "share_of_floor": floor / step_s,
         "peak_gib": peak_gib,
         "launches": launches,
+        "busy_share": busy,
+        "profiled_step_s": profiled_s,
         "host_s": host_s,
         "syncs": count_syncs(state, batch),
         "first_steps_s": first_s,
@@ -201,6 +208,33 @@ def count_kernels(state: TrainState, batch: Batch, top: int) -> tuple[int, dict[
     return sum(e.count for e in events), table
 
 
+def profile_gaps(state: TrainState, batch: Batch, steps: int) -> tuple[float, float]:
+    """(share of the time in which the GPU runs a kernel, a copy or a fill; seconds a step), over
+    `steps` in a row. The profiler slows steps of many kernels, so gaps are shorter without it."""
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        for seq in range(steps):
+            train_step(state, batch, seq=seq, pass_idx=4)
+        torch.cuda.synchronize()
+    ran_us = [
+        (event.time_range.start, event.time_range.end)
+        for event in prof.events() or ()
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+    covered_us, span_us = union(ran_us)
+    return covered_us / span_us, span_us / 1e6 / steps
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """(how much of the line the (start, end) cover; how much there is from first to last)."""
+    ordered = sorted(intervals)
+    first = reached = ordered[0][0]
+    covered = 0.0
+    for start, end in ordered:
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered, reached - first
+
+
 def count_syncs(state: TrainState, batch: Batch) -> int:
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
@@ -221,6 +255,7 @@ COLUMNS = {
     "share_of_floor": "{:.2f}",
     "peak_gib": "{:.1f}",
     "launches": "{}",
+    "busy_share": "{:.3f}",
     "host_s": "{:.4f}",
     "syncs": "{}",
     "first_steps_s": "{:.0f}",

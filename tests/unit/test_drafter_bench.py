@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.drafter import union
 from benchmarks.load import NEIGHBOURS, Chip, chip_figures, chip_of
 from benchmarks.shapes import SHAPES, Case, Shapes, floor_s, step_flop
 from dflash.model import DFlashDrafter, FrozenEnds
@@ -85,6 +86,13 @@ def test_a_busy_neighbour_is_there_inside_the_block_alone(name: str) -> None:
         wanted_s = {"thread": 1e-4, "thread-5ms": 5e-3, "cores": interval_s}[name]
         assert sys.getswitchinterval() == pytest.approx(wanted_s)
     assert alive() == before and sys.getswitchinterval() == interval_s
+
+
+def test_the_time_that_a_gpu_runs_something_counts_once_and_gaps_count_not() -> None:
+    """Two overlap, one lies inside another, one begins where another ends, two after a gap."""
+    ran = [(15.0, 18.0), (0.0, 4.0), (2.0, 6.0), (3.0, 5.0), (6.0, 7.0), (10.0, 12.0)]
+    assert union(ran) == (7.0 + 2.0 + 3.0, 18.0)
+    assert union([(100.5, 101.0)]) == (0.5, 0.5)
 
 
 def test_a_chips_figures_are_medians_and_every_reason_for_a_low_clock() -> None:
