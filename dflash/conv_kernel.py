@@ -3,7 +3,7 @@
 rows: W shifted reads that the cache serves, SiLU, and each head to length one where queries and
 keys are made.
 
-Inductor's code for fast_layers.short_conv, which this must equal, moves 0.85 TB/s on an H200.
+Inductor's code for layer_functions.short_conv, which this must equal, moves 0.85 TB/s on an H200.
 """
 
 from __future__ import annotations

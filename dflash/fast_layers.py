@@ -8,28 +8,27 @@ Tokens are packed, [N]: whatever works token by token never sees padding. Only w
 without cache or mask: so no document can reach another. `Rows` knows the way between the two.
 
 Matmuls are the library's; a projection back into the residual stream adds to it in place. What lies
-between them (norms, gates, rotary positions) is written as plain functions, compiled on a GPU and
-run as they are on a CPU, where tests compare every layer with the stock one.
+between them (norms, gates, rotary positions, a short convolution) is layer_kernels.py on a GPU and
+layer_functions.py on a CPU, where tests compare every layer with the stock one.
 The recurrence of Gated DeltaNet layers is flash-linear-attention's kernel; without that package it
 is transformers' own, many times slower. The state that is yielded is overwritten by the next layer.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import layer_functions
 from .arch import TargetArch, has_fla
 
-P = ParamSpec("P")
-R = TypeVar("R")
 Rope = tuple[Tensor, Tensor]
 """cos_L1R, sin_L1R."""
 
@@ -51,18 +50,18 @@ class FastLayers:
     def __init__(self, backbone: Any, arch: TargetArch) -> None:
         self.backbone, self.layers = backbone, list(backbone.layers)
         self.offset = 1.0 if arch.zero_centred_norm else 0.0
-        self.compiled = backbone.embed_tokens.weight.is_cuda
+        on_gpu = backbone.embed_tokens.weight.is_cuda
+        self.between: ModuleType = layer_functions
+        if on_gpu:
+            from . import layer_kernels
+
+            self.between = layer_kernels
+        self.recurrence = fla_rule if on_gpu and has_fla() else torch_rule
         self._gates = {
             layer: torch.cat((mixer.in_proj_a.weight, mixer.in_proj_b.weight))
             for layer in self.layers
             if (mixer := getattr(layer, "linear_attn", None)) is not None
         }
-        self.recurrence = fla_rule if self.compiled and has_fla() else torch_rule
-        self.short_conv = short_conv
-        if self.compiled and self.hybrid:
-            from .conv_kernel import short_conv as fused_short_conv
-
-            self.short_conv = fused_short_conv
 
     @classmethod
     def of(cls, backbone: Any, arch: TargetArch) -> FastLayers | None:
@@ -103,14 +102,14 @@ class FastLayers:
         add_projected(state_NH, mixed, out)
         x_NH, mlp = self._norm(layer.post_attention_layernorm, state_NH), layer.mlp
         if hasattr(mlp, "down_proj") and hasattr(mlp, "gate_proj"):
-            inner_NF = self._fused(silu_times)(mlp.gate_proj(x_NH), mlp.up_proj(x_NH))
+            inner_NF = self.between.silu_times(mlp.gate_proj(x_NH), mlp.up_proj(x_NH))
             add_projected(state_NH, inner_NF, mlp.down_proj)
         else:  # a mixture of experts
             found = mlp(x_NH[None])
             state_NH.add_((found[0] if isinstance(found, tuple) else found)[0])
 
-    def _norm(self, norm: Any, x: Tensor) -> Tensor:
-        return self._fused(rms_norm)(x, norm.weight, epsilon(norm), self.offset)
+    def _norm(self, norm: Any, x_NH: Tensor) -> Tensor:
+        return self.between.rms_norm(x_NH, norm.weight, epsilon(norm), self.offset)
 
     def _attention(self, mixer: Any, x_NH: Tensor, rows: Rows, rope: Rope) -> Tensor:
         size, heads = mixer.head_dim, mixer.o_proj.in_features // mixer.head_dim
@@ -132,13 +131,11 @@ class FastLayers:
         ).transpose(1, 2)
         if not gate:
             return rows.packed(out_BLGE).flatten(-2)
-        return self._fused(gated)(out_BLGE.flatten(0, 1), rows.from_N, gate[0]).flatten(-2)
+        return self.between.gated(out_BLGE.flatten(0, 1), rows.from_N, gate[0]).flatten(-2)
 
     def _normed_and_rotated(self, norm: Any, x_NGE: Tensor, rows: Rows, rope: Rope) -> Tensor:
-        if norm is None:
-            return self._fused(pad_rotate)(x_NGE, rows.into_BL, *rope)
-        normed = self._fused(pad_norm_rotate)
-        return normed(x_NGE, rows.into_BL, norm.weight, epsilon(norm), self.offset, *rope)
+        how = () if norm is None else (norm.weight, epsilon(norm), self.offset)
+        return self.between.norm_rotate(x_NGE, rows.into_BL, *rope, *how)
 
     def _delta_net(self, layer: Any, x_NH: Tensor, rows: Rows) -> Tensor:
         mixer = layer.linear_attn
@@ -147,7 +144,7 @@ class FastLayers:
         x_NC, keys = mixer.in_proj_qkv(x_NH), mixer.key_dim
         weight_CW = mixer.conv1d.weight[:, 0]
         q_BLKE, k_BLKE, v_BLVE = (
-            self.short_conv(x_NC[:, part], rows, weight_CW[part], size, eps)
+            self.between.short_conv(x_NC[:, part], rows, weight_CW[part], size, eps)
             for part, size, eps in (
                 (slice(keys), mixer.head_k_dim, L2_EPS),
                 (slice(keys, 2 * keys), mixer.head_k_dim, L2_EPS),
@@ -155,12 +152,9 @@ class FastLayers:
             )
         )
         out_BLVE = self.recurrence(mixer, q_BLKE, k_BLKE, v_BLVE, a_BLV, b_BLV)
-        normed, norm = self._fused(gated_norm), mixer.norm
-        out_NVE = normed(out_BLVE.flatten(0, 1), rows.from_N, z_NVE, norm.weight, epsilon(norm))
-        return out_NVE.flatten(-2)
-
-    def _fused(self, function: Callable[P, R]) -> Callable[P, R]:
-        return compiled(function) if self.compiled else function
+        out_RVE, norm = out_BLVE.flatten(0, 1), mixer.norm
+        normed = self.between.gated_norm
+        return normed(out_RVE, rows.from_N, z_NVE, norm.weight, epsilon(norm)).flatten(-2)
 
 
 class Rows:
@@ -196,22 +190,6 @@ class Rows:
         return x_R if self.full else x_R.index_select(0, self.from_N)
 
 
-@functools.cache
-def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Compiled for any number of tokens and rows: micro-batches have many shapes."""
-    inner = torch.compile(function, fullgraph=True)
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for x in args:
-            if isinstance(x, Tensor) and (x.ndim >= 2 or not x.is_floating_point()):
-                for dim in range(1 if x.is_floating_point() else x.ndim):
-                    torch._dynamo.maybe_mark_dynamic(x, dim)
-        return inner(*args, **kwargs)
-
-    return call
-
-
 def are_plain(layers: Sequence[nn.Module]) -> bool:
     """Whether their projections are no more than matrices: not quantised, nothing added."""
     return all(
@@ -231,76 +209,6 @@ def add_projected(state_NH: Tensor, x_NF: Tensor, projection: nn.Linear) -> None
     state_NH.addmm_(x_NF, projection.weight.T)
     if projection.bias is not None:
         state_NH.add_(projection.bias)
-
-
-# --- between the matmuls: float32 inside, the input's dtype outside ---------------------------
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """offset 1 where the family stores weight - 1."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * (weight.float() + offset)).to(x.dtype)
-
-
-def silu_times(gate: Tensor, up: Tensor) -> Tensor:
-    return (F.silu(gate.float()) * up.float()).to(up.dtype)
-
-
-def gated(x_RGE: Tensor, from_N: Tensor, gate_NGE: Tensor) -> Tensor:
-    """Of the rows that are no padding."""
-    return (x_RGE[from_N].float() * torch.sigmoid(gate_NGE.float())).to(x_RGE.dtype)
-
-
-def rotated(x_BLGE: Tensor, cos_L1R: Tensor, sin_L1R: Tensor) -> Tensor:
-    """Halves (a, b) -> (a cos - b sin, b cos + a sin) of the first R numbers of a head."""
-    size = cos_L1R.shape[-1]
-    turned, still = x_BLGE[..., :size].float(), x_BLGE[..., size:]
-    a, b = turned.chunk(2, dim=-1)
-    turned = turned * cos_L1R.float() + torch.cat((-b, a), dim=-1) * sin_L1R.float()
-    return torch.cat((turned.to(x_BLGE.dtype), still), dim=-1)
-
-
-def pad_rotate(x_NGE: Tensor, into_BL: Tensor, cos_L1R: Tensor, sin_L1R: Tensor) -> Tensor:
-    return rotated(x_NGE[into_BL], cos_L1R, sin_L1R)
-
-
-def pad_norm_rotate(
-    x_NGE: Tensor,
-    into_BL: Tensor,
-    weight_E: Tensor,
-    eps: float,
-    offset: float,
-    cos_L1R: Tensor,
-    sin_L1R: Tensor,
-) -> Tensor:
-    """Padded first: so it is one pass."""
-    return rotated(rms_norm(x_NGE[into_BL], weight_E, eps, offset), cos_L1R, sin_L1R)
-
-
-def gated_norm(
-    x_RVE: Tensor, from_N: Tensor, z_NVE: Tensor, weight_E: Tensor, eps: float
-) -> Tensor:
-    """Of the rows that are no padding."""
-    wide = x_RVE[from_N].float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight_E.float()
-    return (wide * F.silu(z_NVE.float())).to(x_RVE.dtype)
-
-
-def short_conv(x_NC: Tensor, rows: Rows, weight_CW: Tensor, size: int, eps: float | None) -> Tensor:
-    """[B, L, C/size, size]: causal convolution over the last W tokens of a document, SiLU, heads of
-    `size`, each to length one unless eps is None. conv_kernel.py is this on a GPU."""
-    x_BLC = x_NC[rows.into_BL].float()
-    width, length = weight_CW.shape[1], x_BLC.shape[1]
-    padded = F.pad(x_BLC, (0, 0, width - 1, 0))
-    summed = torch.zeros_like(x_BLC)
-    for tap in range(width):
-        summed += padded[:, tap : tap + length] * weight_CW[:, tap]
-    heads_BLGE = F.silu(summed).unflatten(-1, (-1, size))
-    if eps is not None:
-        square_BLG1 = heads_BLGE.square().sum(-1, keepdim=True)
-        heads_BLGE = heads_BLGE * torch.rsqrt(square_BLG1 + eps)
-    return heads_BLGE.to(x_NC.dtype)
 
 
 # --- the recurrence of Gated DeltaNet -------------------------------------------------------------

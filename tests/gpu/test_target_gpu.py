@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from tiny import tiny_config
 from whole_run import launch, losses, write_config
 
 from dflash import fast_layers as fast
+from dflash import layer_functions
 from dflash.arch import TargetArch
 from dflash.feed import byte_sum
 from dflash.outbox import Leaving, Outbox
@@ -106,8 +110,50 @@ def test_the_short_convolution_s_kernel(dtype: torch.dtype, eps: float | None) -
         x_NC = torch.randn(sum(lengths), channels + 64, device="cuda", dtype=dtype)[:, 32:-32]
         weight_CW = torch.randn(channels, 4, device="cuda", dtype=dtype)
         got = rows.packed(short_conv(x_NC, rows, weight_CW, size, eps))
-        want = rows.packed(fast.short_conv(x_NC, rows, weight_CW, size, eps))
+        want = rows.packed(layer_functions.short_conv(x_NC, rows, weight_CW, size, eps))
         torch.testing.assert_close(got, want)
+
+
+def arguments(name: str, rows: fast.Rows, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """Of calls at odd sizes, with inputs as a layer has them: parts of wider rows and heads."""
+    tokens, places = len(rows.from_N), rows.into_BL.numel()
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=dtype)
+
+    if name == "rms_norm":
+        for size, offset in itertools.product((96, 576, 5120, 8256), (0.0, 1.0)):
+            yield draw(tokens, size + 16)[:, 8:-8], draw(size), 1e-6, offset
+    if name == "silu_times":
+        for size in (17, 1000, 4096):
+            yield draw(tokens, size), draw(tokens, size)
+    for heads, size, turned in ((5, 64, 64), (3, 80, 80), (1, 96, 40), (8, 128, 128), (4, 256, 64)):
+        part, other = draw(tokens, heads, 2 * size).split(size, dim=-1)
+        weight_E, table = draw(size), draw(places, 1, 2, turned)[: rows.into_BL.shape[1]]
+        if name == "norm_rotate":
+            turn = part, rows.into_BL, table[:, :, 0], table[:, :, 1]
+            yield from (turn, (*turn, weight_E, 1e-5, 0.0), (*turn, weight_E, 1e-6, 1.0))
+        x_RGE = draw(places, heads, size + 8)[..., :-8]
+        if name == "gated":
+            yield x_RGE, rows.from_N, other
+        if name == "gated_norm":
+            yield x_RGE, rows.from_N, other, weight_E, 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [(133, 60, 1), (64, 64), (5,)], ids=str)
+@pytest.mark.parametrize("name", ["rms_norm", "silu_times", "gated", "gated_norm", "norm_rotate"])
+def test_each_kernel_is_its_plain_function(
+    name: str, lengths: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """To the last place of bfloat16, for each rounds once; padding included."""
+    from dflash import layer_kernels
+
+    rows = fast.Rows(lengths, max(lengths), torch.empty(0, device="cuda"))
+    kernel, plain = getattr(layer_kernels, name), getattr(layer_functions, name)
+    rtol = 8e-3 if dtype == torch.bfloat16 else 2e-6
+    for call in arguments(name, rows, dtype):
+        torch.testing.assert_close(kernel(*call), plain(*call), atol=1e-5, rtol=rtol)
 
 
 def test_slots_leave_whole_and_in_order_while_the_next_is_made() -> None:

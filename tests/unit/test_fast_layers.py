@@ -1,8 +1,8 @@
-"""fast_layers.py against transformers' own layers: every layer, every family that it knows."""
+"""fast_layers.py, with layer_functions.py, against transformers' own layers: every layer, every
+family that it knows."""
 
 from __future__ import annotations
 
-import unittest.mock
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import transformers
 from tiny import HIDDEN, LAYERS, VOCAB, load_tiny, tiny_config
 
 from dflash import fast_layers as fast
+from dflash import layer_functions
 from dflash.arch import TargetArch
 from dflash.target import Target, place
 
@@ -163,40 +164,11 @@ def test_the_short_convolution_sees_the_last_tokens_of_its_document_only() -> No
     """By hand: one channel, window 2, weights (10, 1); documents of two tokens and of one."""
     x_NC, rows = torch.tensor([[3.0], [6.0], [-1.0]]), fast.Rows([2, 1], 2, torch.empty(0))
     weight_CW = torch.tensor([[10.0, 1.0]])
-    out_BLGE = fast.short_conv(x_NC, rows, weight_CW, 1, None)
+    out_BLGE = layer_functions.short_conv(x_NC, rows, weight_CW, 1, None)
     wanted = F.silu(torch.tensor([3.0, 36.0, -1.0]))
     torch.testing.assert_close(rows.packed(out_BLGE).flatten(), wanted)
-    unit_BLGE = fast.short_conv(x_NC, rows, weight_CW, 1, 1e-6)
+    unit_BLGE = layer_functions.short_conv(x_NC, rows, weight_CW, 1, 1e-6)
     torch.testing.assert_close(rows.packed(unit_BLGE).flatten(), wanted.sign(), atol=1e-4, rtol=0)
-
-
-def test_one_compiled_function_serves_every_shape() -> None:
-    """Compiled by dynamo alone (no code generation), through `compiled`'s marks: shapes must not be
-    baked in. A few variants are allowed: one row, no padding."""
-    torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounter()
-    eager, functions = torch.compile, (fast.pad_norm_rotate, fast.gated_norm, fast.rms_norm)
-    with unittest.mock.patch.object(
-        torch, "compile", lambda function, **options: eager(function, backend=counter, **options)
-    ):
-        pad_norm_rotate, gated_norm, rms_norm = map(fast.compiled.__wrapped__, functions)
-    weight_E = torch.rand(16)
-    cases = ([9, 16], [48], [30], [64, 64], [5, 3, 2, 1], [160, 31], [7], [33, 33, 33], [64, 2])
-    for case in cases:
-        length, tokens = max(16, max(case)), sum(case)
-        rows = fast.Rows(case, length, torch.empty(0))
-        x_NGE, rope = (
-            torch.randn(tokens, 4, 16),
-            (torch.rand(length, 1, 8), torch.rand(length, 1, 8)),
-        )
-        arguments = (x_NGE, rows.into_BL, weight_E, 1e-6, 1.0, *rope)
-        torch.testing.assert_close(pad_norm_rotate(*arguments), fast.pad_norm_rotate(*arguments))
-        x_RVE = torch.randn(len(case) * length, 4, 16)
-        arguments = (x_RVE, rows.from_N, x_NGE, weight_E, 1e-6)
-        torch.testing.assert_close(gated_norm(*arguments), fast.gated_norm(*arguments))
-        arguments = (x_NGE.flatten(1), torch.ones(64), 1e-6, 0.0)
-        torch.testing.assert_close(rms_norm(*arguments), fast.rms_norm(*arguments))
-    assert counter.frame_count <= 3 * 4
 
 
 @pytest.mark.parametrize(
