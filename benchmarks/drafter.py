@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dflash.anchors import documents, hash_keys, sample_anchors, valid_anchors
 from dflash.arch import DrafterArch
-from dflash.flex import context_range
+from dflash.block_attention import context_range
 from dflash.model import DFlashDrafter, FrozenEnds
 from dflash.step import DTYPES, Batch, TrainState, draw, masks, train_step
 

@@ -15,8 +15,8 @@ by the layers of one kind.
 
 `dense_masks` is the plain form. `grouped_masks` is the same attention on a CPU, where a dense mask
 wastes 9/10 of the work: anchors are sorted, so a run of blocks reads one short stretch of context.
-It reads that stretch's bounds on the host, which is free on a CPU; a GPU uses flex.py, the same
-masks as flex_attention's tiles.
+It reads that stretch's bounds on the host, which is free on a CPU; a GPU uses block_attention.py,
+the same masks as ranges.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .anchors import Anchors
-from .flex import FlexMask, flex_attend
+from .block_attention import Ranges, attend_blocks
 
 Kind = tuple[int | None, bool]
 """(sliding window or None, causal inside the block)."""
@@ -46,8 +46,8 @@ class Group:
     allow_QS: Tensor
 
 
-Mask = Tensor | Sequence[Group] | FlexMask | None
-"""allow_QS bool [Q, T+Q] (True: may see), or groups that cover the rows in order, or flex tiles, or
+Mask = Tensor | Sequence[Group] | Ranges | None
+"""allow_QS bool [Q, T+Q] (True: may see), or groups that cover the rows in order, or ranges, or
 None: all see all."""
 
 GROUP_BLOCKS = 8
@@ -153,8 +153,8 @@ def attend(
 ) -> Tensor:
     """Attention of the block rows over [context | block rows] -> out_QNE. G key heads serve N = n*G
     query heads."""
-    if isinstance(mask, FlexMask):
-        return flex_attend(q_QNE, ctx, block, mask)
+    if isinstance(mask, Ranges):
+        return attend_blocks(q_QNE, ctx, block, mask)
     if mask is None or isinstance(mask, Tensor):
         return _sdpa(q_QNE, _join(ctx[0], block[0]), _join(ctx[1], block[1]), mask)
     parts = []

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from . import anchors as A
-from . import flex
+from . import block_attention
 from .arch import DrafterArch
 from .config import Config
 from .head import Float8Head, refuse_float8
@@ -307,24 +307,22 @@ def masks(state: TrainState, lens_D: Tensor, drawn: Drawn) -> dict[Kind, Mask]:
     if doc_T.device.type == "cpu":
         start_A = (lens_D.cumsum(0) - lens_D)[anchors.doc_A.clamp_min(0)]
         return grouped_masks(doc_T, start_A, anchors, block, kinds)
-    heads = arch.num_attention_heads // arch.num_key_value_heads
-    grid = flex.Grid(doc_T.numel(), anchors.valid_A.numel(), block, heads)
-    return flex_masks(state, lens_D, anchors, grid, kinds)
+    return state.piece(ranges)(lens_D, anchors, kinds, block, doc_T.numel())
 
 
-def flex_masks(
-    state: TrainState, lens_D: Tensor, anchors: A.Anchors, grid: flex.Grid, kinds: list[Kind]
+def ranges(
+    lens_D: Tensor, anchors: A.Anchors, kinds: list[Kind], block_size: int, num_tokens: int
 ) -> dict[Kind, Mask]:
-    windows = list(dict.fromkeys(window for window, _ in kinds))
-    low_A, high_A, flags = state.piece(flex.find_flags)(anchors, lens_D, windows, grid)
-    tiles = [flex.find_tiles(part_MC, every_MC) for part_MC, every_MC in flags]
-    by_window = dict(zip(windows, tiles, strict=True))
-    return {
-        (window, causal): flex.FlexMask(
-            flex.block_mask_of(by_window[window], low_A, high_A, window, causal, grid),
-            grid.heads,
-            grid.block_size,
+    """What the GPU's attention needs to know of each kind."""
+    low_A, high_A = block_attention.context_range(anchors, lens_D)
+    by_window = {
+        window: block_attention.seen_by(
+            low_A, high_A, anchors.valid_A, window, block_size, num_tokens
         )
+        for window, _ in kinds
+    }
+    return {
+        (window, causal): block_attention.Ranges(low_A, high_A, by_window[window], window, causal)
         for window, causal in kinds
     }
 

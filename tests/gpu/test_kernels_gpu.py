@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_flex import EXACT, RAGGED, mask_of, scene
+from test_block_attention import CASES, dense_of, out_and_grads, ranges_of, tensors
 from torch import nn
 
-from dflash import flex
-from dflash.anchors import Anchors
 from dflash.head import Float8Head, counts_on_device
 from dflash.loss import TargetStates, head_loss, head_loss_full
-from dflash.mask import attend, dense_mask
 from dflash.optim import MasterAdamW
 
 pytestmark = [
@@ -150,33 +147,50 @@ def test_the_adamw_kernel_equals_torchs(dtype: torch.dtype) -> None:
     assert torch.equal(gpu.weights, gpu.masters.to(dtype))
 
 
-@pytest.mark.parametrize("case", [*EXACT, *RAGGED])
-@pytest.mark.parametrize("window", [None, 64])
-def test_flex_attention_over_many_tiles_equals_sdpa(case: tuple, window: int | None) -> None:
-    """Forward and the gradients of queries, keys and values: one reads the tiles by rows, the other
-    by keys."""
-    grid, anchors, lens_D, doc_T = scene(case)
-    anchors = Anchors(*(x.cuda() for x in anchors))
-    low_A, high_A = flex.context_range(anchors, lens_D.cuda())
-    tiles = flex.find_tiles(*flex.tile_flags(low_A, high_A, window, grid))
-    on_cpu = mask_of(case, window, True)
-    mask = flex.block_mask_of(tiles, low_A, high_A, window, True, grid)
-    for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
-        assert torch.equal(getattr(mask, name).cpu(), getattr(on_cpu, name)), name
-        assert getattr(mask, name).is_contiguous(), name
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("window", [None, 64, 129])
+@pytest.mark.parametrize("size", [16, 24, 64])
+def test_attention_over_ranges_equals_sdpa(case: tuple, window: int | None, size: int) -> None:
+    """Forward and all five gradients, in float32; sizes that are no power of two are padded."""
+    leaves = [x.detach().cuda().requires_grad_() for x in tensors(case, size)]
+    for causal in (False, True):
+        dense = out_and_grads(leaves, dense_of(case, window, causal).cuda())
+        ours = out_and_grads(leaves, ranges_of(case, window, causal, "cuda"))
+        again = out_and_grads(leaves, ranges_of(case, window, causal, "cuda"))
+        for a, b, c in zip(ours, dense, again, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+            assert torch.equal(a, c), "another run, other bits"
 
-    torch.manual_seed(0)
-    block, rows = grid.block_size, grid.num_blocks * grid.block_size
-    q_QNE = torch.randn(rows, 2 * grid.heads, 16, device="cuda", requires_grad=True)
-    sizes = (grid.num_tokens, grid.num_tokens, rows, rows)
-    k, v, k_own, v_own = (torch.randn(n, 2, 16, device="cuda", requires_grad=True) for n in sizes)
-    leaves, weight_QNE = (q_QNE, k, v, k_own, v_own), torch.randn(q_QNE.shape, device="cuda")
-    dense_QS = dense_mask(
-        doc_T, anchors.position_A.cpu(), anchors.doc_A.cpu(), block, (window, True)
-    )
-    found = []
-    for each in (dense_QS.cuda(), flex.FlexMask(mask, grid.heads, block)):
-        out = attend(q_QNE, (k, v), (k_own, v_own), each)
-        found.append((out, *torch.autograd.grad((out * weight_QNE).sum(), leaves)))
-    for dense, ours in zip(*found, strict=True):
-        torch.testing.assert_close(ours, dense, rtol=1e-4, atol=1e-4)
+
+@pytest.mark.parametrize(
+    ("heads", "block", "size", "window"),
+    [
+        (4, 32, 128, 700),
+        (4, 32, 128, None),
+        (4, 16, 128, None),
+        (3, 16, 64, 300),
+        (8, 32, 128, 500),
+    ],
+)
+def test_attention_in_bf16_is_as_near_to_float32_as_sdpas(
+    heads: int, block: int, size: int, window: int | None
+) -> None:
+    """The tiles of training: over many of them, with strided values as a drafter has them."""
+    case = (4096, 90, block, heads, (1500, 1000, 1400), 2)
+    mask, dense = ranges_of(case, window, True, "cuda"), dense_of(case, window, True).cuda()
+    wide = [x.detach().cuda().bfloat16().float().requires_grad_() for x in tensors(case, size)]
+    narrow = [x.detach().bfloat16().requires_grad_() for x in wide]
+    strided = torch.stack((narrow[1].detach(), narrow[2].detach()), dim=1)[:, 1].requires_grad_()
+    exact = out_and_grads(wide, dense)
+    ours = out_and_grads([*narrow[:2], strided, *narrow[3:]], mask)
+    theirs = out_and_grads(narrow, dense)
+    for want, a, b in zip(exact, ours, theirs, strict=True):
+        assert float((a - want).norm()) <= 1.3 * float((b - want).norm()) + 1e-6
+
+
+def test_the_attention_keeps_what_torch_library_asks_of_an_operation() -> None:
+    case = CASES[5]
+    ranges = ranges_of(case, 64, True, "cuda")
+    leaves = [x.detach().cuda().requires_grad_() for x in tensors(case, 16)]
+    arguments = (*leaves, *ranges[:3], 0.25, ranges.window, ranges.causal)
+    torch.library.opcheck(torch.ops.dflash.attend_blocks.default, arguments)

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-ARCH = make_arch(head_dim=16)  # flex_attention's least on a GPU
+ARCH = make_arch(head_dim=16)
 MODES = ["eager", "compiled", "graph"]
 
 
@@ -137,14 +137,14 @@ def test_capturing_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_flex_attention_equals_the_dense_masks(mode: str) -> None:
-    flex, dense = gpu_state(mode, loss="kl"), gpu_state("eager", loss="kl")
+def test_attention_over_ranges_equals_the_dense_masks(mode: str) -> None:
+    ranges, dense = gpu_state(mode, loss="kl"), gpu_state("eager", loss="kl")
     dense.plain = True
     batch = on_gpu(make_batch())
-    for a, b in zip(steps(flex, batch), steps(dense, batch), strict=True):
+    for a, b in zip(steps(ranges, batch), steps(dense, batch), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(
-        flex.optimizer.weights, dense.optimizer.weights, rtol=1e-3, atol=1e-4
+        ranges.optimizer.weights, dense.optimizer.weights, rtol=1e-3, atol=1e-4
     )
 
 
