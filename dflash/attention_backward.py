@@ -21,18 +21,24 @@ from .attention_kernel import (
     at_rows,
     at_tokens,
     bounds_of,
-    how,
     in_block,
     in_range,
     key_tiles,
     launch,
+    options,
     row_of,
     strides,
 )
 from .block_attention import TILE
 
-OF_ROWS = Tiling(rows=128, keys=64, warps=8, stages=2)
-OF_KEYS = Tiling(rows=64, keys=TILE, warps=8, stages=2)
+OF_ROWS = {
+    128: (Tiling(rows=128, keys=64, warps=8, stages=3), Tiling(64, 32, 4, 2)),
+    256: (Tiling(64, 32, 8, 2), Tiling(32, 32, 4, 1)),
+}
+OF_KEYS = {
+    128: (Tiling(rows=64, keys=TILE, warps=4, stages=2), Tiling(32, TILE, 4, 2)),
+    256: (Tiling(32, TILE, 8, 2), Tiling(32, TILE, 8, 1)),
+}
 
 
 @triton.jit
@@ -238,61 +244,66 @@ def backward(
     """The gradients of `inputs`, which are forward's first five."""
     q_QNE, k_TGE, v_TGE, *_ = inputs
     (rows, heads, size), groups, blocks = q_QNE.shape, k_TGE.shape[1], len(low_A)
-    grad_QNE = grad_QNE.contiguous()
-    tiling, precision = how(OF_ROWS, q_QNE.dtype)
-    sizes = Sizes.of(heads // groups, rows // blocks, size, tiling.rows)
-    q_grad, delta = out_QNE.new_empty(out_QNE.shape), torch.empty_like(sums)
-    # A split block's own gradients come in parts.
-    own = [q_QNE.new_empty(sizes.SPLITS, rows, groups, size) for _ in range(2)]
-    scales = (scale * LOG2_E, scale)
-    _query_grad_kernel[(triton.cdiv(blocks, sizes.BLOCKS), groups * sizes.SPLITS)](
-        *inputs,
-        out_QNE,
-        grad_QNE,
-        sums,
-        delta,
-        low_A,
-        high_A,
-        q_grad,
-        *own,
-        *strides(*inputs),
-        blocks,
-        *scales,
-        WINDOW=window or 0,
-        CAUSAL=causal,
-        KEYS=tiling.keys,
-        PRECISION=precision,
-        **sizes._asdict(),
-        **launch(tiling),
-    )
-    tiling, precision = how(OF_KEYS, q_QNE.dtype)
+    grad_QNE, delta = grad_QNE.contiguous(), torch.empty_like(sums)
+    q_grad = q_QNE.new_empty(q_QNE.shape)
     k_grad, v_grad = (x.new_empty(x.shape) for x in (k_TGE, v_TGE))
-    _context_grad_kernel[(len(seen_C4), groups)](
-        q_QNE,
-        k_TGE,
-        v_TGE,
-        grad_QNE,
-        sums,
-        delta,
-        low_A,
-        high_A,
-        seen_C4,
-        k_grad,
-        v_grad,
-        *strides(q_QNE, k_TGE, v_TGE),
-        blocks,
-        len(k_TGE),
-        *scales,
-        WINDOW=window or 0,
-        ROWS=tiling.rows,
-        KEYS=TILE,
-        PRECISION=precision,
-        HEADS=sizes.HEADS,
-        K=sizes.K,
-        E=size,
-        HP=sizes.SPLITS * sizes.HP,
-        KP=sizes.KP,
-        **launch(tiling),
-    )
-    own_k_grad, own_v_grad = (x[0] if sizes.SPLITS == 1 else x.sum(0) for x in own)
+    scales = (scale * LOG2_E, scale)
+    own: list[Tensor] = []
+
+    def of_rows(tiling: Tiling) -> None:
+        sizes = Sizes.of(heads // groups, rows // blocks, size, tiling.rows)
+        # A block whose heads are split gets its own gradients in parts.
+        own[:] = (q_QNE.new_empty(sizes.SPLITS, rows, groups, size) for _ in range(2))
+        _query_grad_kernel[(triton.cdiv(blocks, sizes.BLOCKS), groups * sizes.SPLITS)](
+            *inputs,
+            out_QNE,
+            grad_QNE,
+            sums,
+            delta,
+            low_A,
+            high_A,
+            q_grad,
+            *own,
+            *strides(*inputs),
+            blocks,
+            *scales,
+            WINDOW=window or 0,
+            CAUSAL=causal,
+            KEYS=tiling.keys,
+            **sizes._asdict(),
+            **options(tiling, q_QNE),
+        )
+
+    def of_keys(tiling: Tiling) -> None:
+        sizes = Sizes.of(heads // groups, rows // blocks, size, tiling.rows)
+        _context_grad_kernel[(len(seen_C4), groups)](
+            q_QNE,
+            k_TGE,
+            v_TGE,
+            grad_QNE,
+            sums,
+            delta,
+            low_A,
+            high_A,
+            seen_C4,
+            k_grad,
+            v_grad,
+            *strides(q_QNE, k_TGE, v_TGE),
+            blocks,
+            len(k_TGE),
+            *scales,
+            WINDOW=window or 0,
+            ROWS=tiling.rows,
+            KEYS=TILE,
+            HEADS=sizes.HEADS,
+            K=sizes.K,
+            E=size,
+            HP=sizes.SPLITS * sizes.HP,
+            KP=sizes.KP,
+            **options(tiling, q_QNE),
+        )
+
+    launch(OF_ROWS, q_QNE, of_rows)
+    launch(OF_KEYS, q_QNE, of_keys)
+    own_k_grad, own_v_grad = (x[0] if len(x) == 1 else x.sum(0) for x in own)
     return q_grad, k_grad, v_grad, own_k_grad, own_v_grad

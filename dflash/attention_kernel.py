@@ -10,12 +10,14 @@ does a tile of keys ask who may see what. Each row's log2 sum is kept for attent
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 LOWEST = tl.constexpr(-1e30)
 FAR = tl.constexpr(1 << 30)
@@ -32,8 +34,13 @@ class Tiling(NamedTuple):
     stages: int
 
 
-FORWARD = Tiling(rows=128, keys=128, warps=8, stages=2)
-FLOAT32 = Tiling(rows=32, keys=32, warps=4, stages=1)
+FORWARD = {
+    128: (Tiling(rows=128, keys=64, warps=8, stages=3), Tiling(64, 32, 4, 2)),
+    256: (Tiling(128, 32, 8, 2), Tiling(64, 32, 4, 2), Tiling(64, 32, 4, 1)),
+}
+"""By head size, up to it: the fastest on an H200 at 128 (docs/lab-notebook.md), at 256 one without
+spills; then smaller ones, for a GPU with less shared memory. The backward's are like these."""
+FLOAT32 = {size: (Tiling(32, 32, 4, 1),) for size in FORWARD}
 """No drafter trains in it on a GPU; tests do."""
 
 
@@ -238,9 +245,23 @@ def sums_shape(q_QNE: Tensor, k_TGE: Tensor, low_A: Tensor) -> tuple[int, int, i
     return groups, blocks, sizes.SPLITS * sizes.HP * sizes.KP
 
 
-def how(tiling: Tiling, dtype: torch.dtype) -> tuple[Tiling, str]:
-    """(tiling, precision of products) for a dtype."""
-    return (FLOAT32, "ieee") if dtype == torch.float32 else (tiling, "tf32")
+def launch(
+    tilings: Mapping[int, Sequence[Tiling]], like: Tensor, start: Callable[[Tiling], None]
+) -> None:
+    """`start` with the first tiling that this GPU has the shared memory for. `like`: [.., E]."""
+    table = FLOAT32 if like.dtype == torch.float32 else tilings
+    *larger, smallest = table[128 if like.shape[-1] <= 128 else 256]
+    for tiling in larger:
+        try:
+            return start(tiling)
+        except OutOfResources:  # raised before anything runs
+            continue
+    start(smallest)
+
+
+def options(tiling: Tiling, like: Tensor) -> dict[str, Any]:
+    precision = "ieee" if like.dtype == torch.float32 else "tf32"
+    return {"PRECISION": precision, "num_warps": tiling.warps, "num_stages": tiling.stages}
 
 
 def strides(*tensors: Tensor) -> list[int]:
@@ -263,29 +284,27 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(out_QNE, log2 sums of `sums_shape`). E: a power of two, at least 16."""
     (rows, heads, size), groups, blocks = q_QNE.shape, k_TGE.shape[1], len(low_A)
-    tiling, precision = how(FORWARD, q_QNE.dtype)
-    sizes = Sizes.of(heads // groups, rows // blocks, size, tiling.rows)
     out_QNE = q_QNE.new_empty(q_QNE.shape)
     sums = low_A.new_empty(sums_shape(q_QNE, k_TGE, low_A), dtype=torch.float32)
     inputs = (q_QNE, k_TGE, v_TGE, own_k_QGE, own_v_QGE)
-    _forward_kernel[(triton.cdiv(blocks, sizes.BLOCKS), groups * sizes.SPLITS)](
-        *inputs,
-        out_QNE,
-        sums,
-        low_A,
-        high_A,
-        *strides(*inputs),
-        blocks,
-        scale * LOG2_E,
-        WINDOW=window or 0,
-        CAUSAL=causal,
-        KEYS=tiling.keys,
-        PRECISION=precision,
-        **sizes._asdict(),
-        **launch(tiling),
-    )
+
+    def start(tiling: Tiling) -> None:
+        sizes = Sizes.of(heads // groups, rows // blocks, size, tiling.rows)
+        _forward_kernel[(triton.cdiv(blocks, sizes.BLOCKS), groups * sizes.SPLITS)](
+            *inputs,
+            out_QNE,
+            sums,
+            low_A,
+            high_A,
+            *strides(*inputs),
+            blocks,
+            scale * LOG2_E,
+            WINDOW=window or 0,
+            CAUSAL=causal,
+            KEYS=tiling.keys,
+            **sizes._asdict(),
+            **options(tiling, q_QNE),
+        )
+
+    launch(FORWARD, q_QNE, start)
     return out_QNE, sums
-
-
-def launch(tiling: Tiling) -> dict[str, Any]:
-    return {"num_warps": tiling.warps, "num_stages": tiling.stages}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .anchors import Anchors
 
-TILE = 128
+TILE = 64
 """Context keys of a tile."""
 
 

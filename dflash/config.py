@@ -113,7 +113,7 @@ class DrafterConfig(Section):
     """A token id, a token, or None: an unused or reserved id of the tokenizer."""
     num_attention_heads: Count | None = None
     num_key_value_heads: Count | None = None
-    head_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
+    head_dim: Annotated[int, Field(ge=2, le=256, multiple_of=2)] | None = None
     intermediate_size: Count | None = None
     """None in these four: as the target's (head_dim at most 128)."""
     attention_bias: bool = False

@@ -105,6 +105,7 @@ def test_template_kwargs_come_from_overrides_and_survive_a_round_trip(tmp_path: 
         (RANDOM | {"eval": {"every": 10}}, ["eval.every", "random:9x8", "leave it out"]),
         (RANDOM | {"drafter": {"mask_token": 3}}, ["drafter.mask_token", "leave it out"]),
         ({"drafter": {"head_dim": 7}}, ["drafter.head_dim", "multiple of 2"]),
+        ({"drafter": {"head_dim": 512}}, ["drafter.head_dim", "256"]),
     ],
 )
 def test_a_mistake_is_one_line_with_key_and_rule(
