@@ -185,9 +185,9 @@ class StepConfig(Section):
     """How a training step runs: piece by piece, with its pieces compiled, or these replayed as one
     CUDA graph. None: graph on cuda, eager on cpu. The numbers agree within rounding."""
     head_float8: bool = False
-    """Multiply with the target's frozen head in float8: faster on GPUs that can, Hopper and later,
-    and needs 2 bytes a head weight more. Moves the gradient by a fifth of its length or
-    more (dflash/head.py): compare tau with and without it before a long run."""
+    """Take the loss's gradient back through the target's frozen head in float8: faster on GPUs that
+    can, Hopper and later; a byte a head weight more. Loss and figures stay exact; the gradient
+    moves by about a twentieth of its length (dflash/head.py)."""
 
 
 class EvalConfig(Section):

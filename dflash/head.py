@@ -1,23 +1,21 @@
-"""The frozen head's products: hidden states to logits, and the logits' gradient back. Exact, or in
-float8 (e4m3), which Hopper multiplies twice as fast.
+"""The frozen head's products: hidden states to logits, and the logits' gradient back to the hidden
+states; the latter exact, or in float8 (e4m3), which Hopper multiplies twice as fast.
 
-    head = Float8Head.of(head_VH)          # once: the weights never change
-    raw_CV = head.logits(hidden_CH, out)   # sums over H
-    head.input_grad(dlogits, out)          # sums over V
+    head = FrozenHead(head_VH, by_unit(head_VH))   # once: the weights never change
+    raw_CV = head.logits(hidden_CH, out)
+    head.input_grad(dlogits, out)                  # in float8; exact without the second argument
 
-In float8 every row has a float32 scale that makes its largest entry 448, the largest there is. A
-scale must stand outside of the sum, so there are two copies of the head: rows of tokens for the
-logits, rows of hidden units for the gradient. A CPU multiplies the dequantised numbers: the same
-but for the order of the sums.
+In float8 every row has a float32 scale that makes its largest entry 448, the largest there is. The
+scale must stand outside of the product's sum, which runs over tokens: so a row of the head is a
+hidden unit's. A CPU multiplies the dequantised numbers: the same but for the order of the sums.
 
-What it costs, on SmolLM2-135M: 93 % of the target's own positions keep their top-1 (bf16: 99 %),
-and a drafter's gradient is off by 19 to 26 % of its length (bf16: 1 %). All rows see the same
-rounded weights, so more rows do not average it out. docs/lab-notebook.md has more.
+Logits stay exact, and with them the loss and all that is counted. On SmolLM2-135M the drafter's
+gradient is off by 4 to 6 % of its length (bf16: 1 %); with the logits in float8 too it was 19 to
+26 %: docs/lab-notebook.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,8 +59,16 @@ def dequantise(x: Scaled) -> Tensor:
     return x.values_RK.float() * x.scale_R1
 
 
-class ExactHead(NamedTuple):
+def by_unit(head_VH: Tensor) -> Scaled:
+    """[H, V], a part at a time: that bounds the float32 copy."""
+    parts = [quantise(part_HV.contiguous()) for part_HV in head_VH.T.split(256)]
+    return Scaled(*(torch.cat(pieces) for pieces in zip(*parts, strict=True)))
+
+
+class FrozenHead(NamedTuple):
     weight_VH: Tensor
+    float8: Scaled | None = None
+    """by_unit(weight_VH)."""
 
     def logits(self, hidden_CH: Tensor, out: Tensor) -> Tensor:
         return torch.mm(hidden_CH, self.weight_VH.T, out=out)
@@ -74,73 +80,17 @@ class ExactHead(NamedTuple):
         return torch.mm(hidden_CH, self.weight_VH.T)
 
     def input_grad(self, dlogits: Tensor | Scaled, out: Tensor) -> Tensor:
-        assert isinstance(dlogits, Tensor)
-        return torch.mm(dlogits, self.weight_VH, out=out)
-
-
-class Float8Head(NamedTuple):
-    weight_VH: Tensor
-    """The exact one."""
-    by_token_VH: Tensor
-    token_scale_V1: Tensor
-    by_unit_HV: Tensor
-    unit_scale_H1: Tensor
-
-    @classmethod
-    def of(cls, head_VH: Tensor) -> Float8Head:
-        parts = [quantise(part_VH) for part_VH in head_VH.split(1 << 14)]  # bounds the float32 copy
-        by_token = Scaled(*(torch.cat(pieces) for pieces in zip(*parts, strict=True)))
-        parts = [quantise(part_HV.contiguous()) for part_HV in head_VH.T.split(256)]
-        by_unit = Scaled(*(torch.cat(pieces) for pieces in zip(*parts, strict=True)))
-        return cls(head_VH, *by_token, *by_unit)
-
-    @property
-    def by_token(self) -> Scaled:
-        return Scaled(self.by_token_VH, self.token_scale_V1)
-
-    @property
-    def by_unit(self) -> Scaled:
-        return Scaled(self.by_unit_HV, self.unit_scale_H1)
-
-    def logits(self, hidden_CH: Tensor, out: Tensor) -> Tensor:
-        return _product(quantise(hidden_CH), self.by_token, out)
-
-    def first_logits(self, hidden_CH: Tensor, count_1: Tensor) -> Tensor:
-        """As ExactHead's."""
-        hidden = quantise(hidden_CH)
-        if not counts_on_device(self.weight_VH):
-            out = self.weight_VH.new_empty(len(hidden_CH), len(self.weight_VH))
-            return _product(hidden, self.by_token, out)
-        return torch._scaled_grouped_mm(
-            hidden.values_RK,
-            self.by_token_VH.T[None],
-            hidden.scale_R1[:, 0],
-            self.token_scale_V1.T,
-            offs=count_1,
-            out_dtype=self.weight_VH.dtype,
+        """In float8 if there is such a copy; then `dlogits` may be rounded already."""
+        if self.float8 is None:
+            assert isinstance(dlogits, Tensor)
+            return torch.mm(dlogits, self.weight_VH, out=out)
+        a = quantise(dlogits) if isinstance(dlogits, Tensor) else dlogits
+        b = self.float8
+        if not out.is_cuda:
+            return out.copy_(dequantise(a) @ dequantise(b).T)
+        return torch._scaled_mm(
+            a.values_RK, b.values_RK.T, a.scale_R1, b.scale_R1.T, out_dtype=out.dtype, out=out
         )
-
-    def input_grad(self, dlogits: Tensor | Scaled, out: Tensor) -> Tensor:
-        return _product(
-            quantise(dlogits) if isinstance(dlogits, Tensor) else dlogits, self.by_unit, out
-        )
-
-
-Head = ExactHead | Float8Head
-
-
-def head_of(tensors: Sequence[Tensor]) -> Head:
-    """From list(head), as a custom op gets it."""
-    return ExactHead(*tensors) if len(tensors) == 1 else Float8Head(*tensors)
-
-
-def _product(a: Scaled, b: Scaled, out: Tensor) -> Tensor:
-    """a @ b.T into `out`."""
-    if not out.is_cuda:
-        return out.copy_(dequantise(a) @ dequantise(b).T)
-    return torch._scaled_mm(
-        a.values_RK, b.values_RK.T, a.scale_R1, b.scale_R1.T, out_dtype=out.dtype, out=out
-    )
 
 
 def counts_on_device(head_VH: Tensor) -> bool:

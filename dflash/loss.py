@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .head import ExactHead, Float8Head, Head, Scaled, head_of
+from .head import FrozenHead, Scaled
 from .model import softcap
 
 LossKind = Literal["ce", "kl"]
@@ -64,10 +64,10 @@ def head_loss(
     target: TargetStates | None = None,
     cap: float | None = None,
     rows: int | None = None,
-    float8: Float8Head | None = None,
+    float8: Scaled | None = None,
 ) -> HeadLoss:
     """Chunked row losses: `kl` if the target's states are given, else `ce` on data tokens. float8:
-    multiply with these copies of the head instead.
+    head.by_unit(head_VH), to make the gradient with.
 
     Flat rows on purpose: a batched [B, A, K, H] @ head.T copies the head for every batch.
     """
@@ -76,7 +76,7 @@ def head_loss(
     wants_grad = torch.is_grad_enabled() and hidden_RH.requires_grad
     loss_R, nll_R, rank_R, _ = _frozen_head(
         hidden_RH,
-        list(float8 or ExactHead(head_VH)),
+        [head_VH, *(float8 or ())],
         label_R,
         *(target or (None, None)),
         cap,
@@ -113,9 +113,10 @@ def _frozen_head(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """loss_R, nll_R, rank_R, and grad_RH: d loss_i / d hidden_i, unweighted (no rows unless
     wanted)."""
-    products = head_of(head)
+    weight_VH, *rounded = head
+    products = FrozenHead(weight_VH, Scaled(*rounded) if rounded else None)
     loss_R, nll_R, rank_R, grad_RH = _outputs(hidden_RH, label_R, wants_grad)
-    raw_CV = head[0].new_empty(min(rows, label_R.numel()), head[0].shape[0])
+    raw_CV = weight_VH.new_empty(min(rows, label_R.numel()), len(weight_VH))
     for start in range(0, label_R.numel(), rows):
         part = slice(start, min(start + rows, label_R.numel()))
         raw = products.logits(hidden_RH[part], out=raw_CV[: part.stop - start])
@@ -123,7 +124,7 @@ def _frozen_head(
         if states_TH is not None and at_R is not None:
             target = _target_logits(states_TH, at_R[part], products)
         out = (loss_R[part], nll_R[part], rank_R[part])
-        dlogits = _fill_rows(raw, label_R[part], target, cap, out, len(head) > 1)
+        dlogits = _fill_rows(raw, label_R[part], target, cap, out, bool(rounded))
         del target  # before the next chunk's: it is as large as raw_CV
         if wants_grad:
             products.input_grad(dlogits, out=grad_RH[part])
@@ -139,7 +140,7 @@ class TargetLogits(NamedTuple):
     """int64: which of them belongs to the chunk's row."""
 
 
-def _target_logits(states_TH: Tensor, at_C: Tensor, head: Head) -> TargetLogits:
+def _target_logits(states_TH: Tensor, at_C: Tensor, head: FrozenHead) -> TargetLogits:
     row_C, at_C, count_1 = distinct(at_C, len(states_TH))
     if not at_C.is_cuda:
         at_C = at_C[: int(count_1)]  # reading a tensor is free there

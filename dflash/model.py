@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .arch import DrafterArch
-from .head import Float8Head
+from .head import Scaled
 from .mask import Kind, Mask, attend
 
 INIT_STD = 0.02
@@ -43,8 +43,8 @@ class FrozenEnds:
     it)."""
     embed_scale: float = 1.0
     logit_softcap: float | None = None
-    float8: Float8Head | None = None
-    """What the training step multiplies with instead of head_VH, if given."""
+    float8: Scaled | None = None
+    """What the training step makes the gradient with instead of head_VH, if given."""
 
     def embed(self, ids_Q: Tensor) -> Tensor:
         """Token ids -> x_QH, scaled as the target does it: by embed_scale rounded to the

@@ -31,7 +31,7 @@ from . import anchors as A
 from . import block_attention
 from .arch import DrafterArch
 from .config import Config
-from .head import Float8Head, refuse_float8
+from .head import by_unit, refuse_float8
 from .loss import (
     TargetStates,
     decay_weights,
@@ -110,7 +110,7 @@ class TrainState:
             drafter.compile_pieces()
         if config.step.head_float8:
             refuse_float8(ends.head_VH)
-            ends = replace(ends, float8=Float8Head.of(ends.head_VH))
+            ends = replace(ends, float8=by_unit(ends.head_VH))
         optimizer = MasterAdamW(
             drafter, betas=train.betas, weight_decay=train.weight_decay, clip=train.clip
         )

@@ -95,7 +95,7 @@ def drafter_need(config: Config, target: TargetArch, arch: DrafterArch, slot_byt
     context = config.ring.max_tokens * arch.hidden_size * (2 + arch.num_layers)
     logits = min(rows, 4096) * arch.vocab_size * 4  # one chunk of the head, float32
     copies = 2 if target.tie_word_embeddings is False else 1
-    head_float8 = 2 if config.step.head_float8 else 0  # by rows and by columns
+    head_float8 = 1 if config.step.head_float8 else 0  # bytes a weight
     return Need(
         # Compute copy and gradient in the drafter's dtype; master and two moments in float32.
         weights=arch.num_parameters * (2 * size + 12),

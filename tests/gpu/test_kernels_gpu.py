@@ -7,7 +7,7 @@ import torch
 from test_block_attention import CASES, dense_of, out_and_grads, ranges_of, tensors
 from torch import nn
 
-from dflash.head import Float8Head, counts_on_device
+from dflash.head import Scaled, by_unit, counts_on_device
 from dflash.loss import TargetStates, head_loss, head_loss_full
 from dflash.optim import MasterAdamW
 
@@ -109,12 +109,12 @@ def test_the_float8_head_on_a_gpu_is_the_cpus(kind: str, cap: float | None) -> N
     label_R, at_R = torch.randint(512, (300,)), overlapping(300, 200).cpu()
     found = []
     for device in ("cpu", "cuda"):
-        head = Float8Head(*(x.to(device) for x in Float8Head.of(head_VH)))
+        float8 = Scaled(*(x.to(device) for x in by_unit(head_VH)))
         leaf = hidden_RH.to(device).requires_grad_()
         target = TargetStates(states_TH.to(device), at_R.to(device)) if kind == "kl" else None
-        arguments = (leaf, head.weight_VH, label_R.to(device), target, cap)
+        arguments = (leaf, head_VH.to(device), label_R.to(device), target, cap)
         torch.cuda.set_sync_debug_mode("error")
-        result = head_loss(*arguments, rows=128, float8=head)
+        result = head_loss(*arguments, rows=128, float8=float8)
         torch.cuda.set_sync_debug_mode("default")
         (grad,) = torch.autograd.grad(result.loss_R.sum(), leaf)
         found.append((result.loss_R.detach().cpu(), grad.cpu()))
