@@ -21,7 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
-from dflash.complete import complete_checkpoints
+from dflash.complete import complete_checkpoints, damaged_files
 from dflash.config import Config, ConfigError, RunConfig, dump_config, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,6 +164,13 @@ class RunDir:
     def last_step(self) -> int:
         """Of the newest checkpoint; 0 without one."""
         return max(self.checkpoint_steps(), default=0)
+
+    def damage(self) -> str:
+        """What is wrong with the newest checkpoint, in words; empty where it is sound. Reads all of
+        it: 10 s for a 27B run's 21 GB in memory."""
+        newest = complete_checkpoints(self.checkpoints)[-1:]
+        damaged = damaged_files(newest[0]) if newest else []
+        return f"{', '.join(damaged)} of {newest[0].name} is damaged" if damaged else ""
 
     def last_metrics(self) -> dict[str, Any] | None:
         """The newest complete line of metrics.jsonl."""

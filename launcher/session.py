@@ -1,7 +1,8 @@
 """`launch.py run` from the config to the exit code: records, preflight, prepare, ring, both halves.
 
-Order matters: what costs nothing is refused first, a complete run ends at once, and a ring exists
-only between `open_ring` and the `finally` that destroys it.
+Order matters: what costs nothing is refused first, a complete run ends at once (unless its last
+checkpoint is damaged: then it goes on from the one before), and a ring exists only between
+`open_ring` and the `finally` that destroys it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def run_command(config: Config, argv: list[str]) -> int:
     run = RunDir(config.run.path)
     run.refuse_if_held()
     run.check_resumable(config)
-    if run.last_step() >= config.train.steps:
+    if run.last_step() >= config.train.steps and not run.damage():
         print(_complete_text(run, config))
         return 0
     check_early(config)
@@ -91,10 +92,13 @@ class _Session:
         return code
 
     def _greet(self) -> None:
-        for line in set_aside_damaged(self._run.checkpoints):
+        damaged = set_aside_damaged(self._run.checkpoints)
+        for line in damaged:
             self._screen.error(line)
         name, steps, done = run_argument(self._run), self._config.train.steps, self._run.last_step()
         start = f"resumes from step {done} of {steps}" if done else f"{steps} steps"
+        if damaged and not done:
+            start = f"no sound checkpoint is left: all {steps} steps again"
         self._screen.line(f"run {self._run.name}: {start}; logs in {self._attempt}")
         self._screen.line(f"  watch  {command_name()} status {name} --watch")
         self._screen.line(f"  stop   {command_name()} stop {name}   (or Ctrl-C: saves, then stops)")

@@ -178,10 +178,10 @@ def _picture(place: Place) -> RingSnapshot:
         raise NothingThere(
             f"run {run.name} is {holder.state} (pid {holder.pid}), no ring yet", True
         )
-    raise NothingThere(
-        f"run {run.name} is not running: step {run.last_step()} of {run.config().train.steps} "
-        f"is saved"
-    )
+    saved = f"step {run.last_step()} of {run.config().train.steps} is saved"
+    if damage := run.damage():
+        saved += f", but {damage}: `run` again goes on from the newest sound checkpoint"
+    raise NothingThere(f"run {run.name} is not running: {saved}")
 
 
 def _status(place: Place, before: RingSnapshot, after: RingSnapshot) -> Status:

@@ -216,15 +216,41 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_resumed(
     for step in (8, 12):
         step_only = GOOD_TRAINER.replace("{steps:08d}", f"{step:08d}") + DYING
         assert run(trainer=step_only) == 1
-    newest = tmp_path / "runs" / "r" / "checkpoints" / "step_00000012"
-    (newest / "arch.json").write_text("{}")
-    marker = {"arch.json": {"bytes": 2, "crc32": "00000000"}}
-    (newest / "COMPLETE").write_text(json.dumps(marker))
+    checkpoints = tmp_path / "runs" / "r" / "checkpoints"
+    damage(checkpoints / "step_00000012")
     capsys.readouterr()
     assert run() == 0
     captured = capsys.readouterr()
     assert captured.err.startswith("checkpoint step_00000012: arch.json damaged: kept as ")
     assert "run r: resumes from step 8 of 20" in captured.out
+
+    damage(checkpoints / "step_00000020")  # of a complete run
+    assert run() == 0
+    captured = capsys.readouterr()
+    aside = checkpoints / "damaged-step_00000020"
+    assert captured.err == f"checkpoint step_00000020: arch.json damaged: kept as {aside}\n"
+    assert "run r: resumes from step 8 of 20" in captured.out
+    assert "run r is complete (20 of 20 steps)" in captured.out
+    assert run(trainer=DYING, target=DYING, prepare=DYING) == 0  # it is
+
+
+def test_without_a_sound_checkpoint_a_complete_run_says_that_it_begins_again(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run() == 0
+    damage(tmp_path / "runs" / "r" / "checkpoints" / "step_00000020")
+    capsys.readouterr()
+    assert run() == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith("checkpoint step_00000020: arch.json damaged: kept as ")
+    assert "run r: no sound checkpoint is left: all 20 steps again" in captured.out
+
+
+def damage(checkpoint: Path) -> None:
+    """A file of other bytes than its checksum (the crc32 of no chunk at all) says."""
+    (checkpoint / "arch.json").write_text("{}")
+    marker = {"arch.json": {"bytes": 2, "crc32": "00000000"}}
+    (checkpoint / "COMPLETE").write_text(json.dumps(marker))
 
 
 def test_the_mistake_that_prepare_finds_is_one_line_and_code_2(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash.complete import write_marker
 from dflash.config import parse_config
 from launcher import status as status_module
 from launcher.rundir import ROOT, RunDir
@@ -83,6 +84,24 @@ def test_a_run_that_is_not_running_says_how_far_it_is(
     destroy(ring)
     assert status_command("r", as_json=False, watch=False) == NOTHING
     assert "run r is not running: step 0 of 40 is saved" in capsys.readouterr().err
+
+
+def test_a_damaged_last_checkpoint_is_named_with_its_cure(
+    run: RunDir, ring: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    destroy(ring)
+    checkpoint = run.checkpoints / "step_00000040"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.pt").write_text("123456789")
+    write_marker(checkpoint)
+    assert status_command("r", as_json=False, watch=False) == NOTHING
+    assert capsys.readouterr().err == "run r is not running: step 40 of 40 is saved\n"
+    (checkpoint / "state.pt").write_text("123456788")
+    assert status_command("r", as_json=False, watch=False) == NOTHING
+    assert capsys.readouterr().err == (
+        "run r is not running: step 40 of 40 is saved, but state.pt of step_00000040 is damaged: "
+        "`run` again goes on from the newest sound checkpoint\n"
+    )
 
 
 def test_a_run_that_has_no_ring_yet_is_starting(
