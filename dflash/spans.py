@@ -8,18 +8,21 @@
     lease = ring.claim()
     spans.waited("free slot", since_s, lease.seq)
 
-With None all of it does nothing. On CUDA a span is a pair of timing events, read once both have
+With None all of it does nothing; where the file can't be written (a full disk), it says so once and
+the run goes on without. On CUDA a span is a pair of timing events, read once both have
 passed and never waited for; also an NVTX range, for nsys. Times are CLOCK_MONOTONIC, which all
 processes of a machine share: the GPU's clock is tied to it at the start and again each TIE_S.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,20 +60,23 @@ class Mark:
 
 
 class Spans:
-    """The trace of one process. `path`: None switches it off; its stem names the process."""
+    """The trace of one process. `path`: None switches it off; its stem names the process, and the
+    logger that a failure is told to: `target` of target_0."""
 
     def __init__(self, path: Path | None, device: str) -> None:
         self._file = None
         if path is None:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", buffering=1)  # a line an event: a kill loses what is under way
-        self._file.write("[\n")
+        self._path = path
+        self._gpu = _GpuClock() if device == "cuda" else None
+        self._under_way: dict[str, deque[tuple[Mark, torch.cuda.Event, int | None]]] = {}
+        with self._or_no_trace():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", buffering=1)  # line by line: a kill loses what is under way
+            self._file.write("[\n")
         self._name("process_name", path.stem)
         for row in ROWS:
             self._name("thread_name", row, row)
-        self._gpu = _GpuClock() if device == "cuda" else None
-        self._under_way: dict[str, deque[tuple[Mark, torch.cuda.Event, int | None]]] = {}
 
     def begin(self, name: str, row: str = COMPUTE) -> Mark | None:
         """Work on the device; on a CPU, work here."""
@@ -104,7 +110,9 @@ class Spans:
         """After the device's work has ended; what has not passed by now is left out."""
         if self._file is not None:
             self._write_passed()
-            self._file.close()
+        if self._file is not None:
+            with self._or_no_trace():
+                self._file.close()
             self._file = None
 
     def _write_passed(self) -> None:
@@ -127,8 +135,22 @@ class Spans:
 
     def _line(self, event: dict[str, Any]) -> None:
         """The format allows a comma after the last event, and no bracket."""
-        assert self._file is not None
-        self._file.write(json.dumps(event) + ",\n")
+        if self._file is not None:
+            with self._or_no_trace():
+                self._file.write(json.dumps(event) + ",\n")
+
+    @contextlib.contextmanager
+    def _or_no_trace(self) -> Iterator[None]:
+        """A trace is no reason to lose a run."""
+        try:
+            yield
+        except OSError as error:
+            log = logging.getLogger(self._path.stem.partition("_")[0])
+            log.warning("%s: %s: the run goes on without a trace", self._path, error.strerror)
+            file, self._file = self._file, None
+            if file is not None:
+                with contextlib.suppress(OSError):  # the line that it could not write
+                    file.close()
 
 
 def _us(seconds: float) -> float:

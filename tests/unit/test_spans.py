@@ -7,6 +7,8 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from dflash.spans import COMPUTE, COPY, HOST, Span, Spans, busy_s, read_trace
 
 
@@ -63,6 +65,49 @@ def test_without_a_path_nothing_is_written_or_kept(tmp_path: Path) -> None:
     spans.waited("free slot", 0.0)
     spans.close()
     assert mark is None and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("refuses", ["its folder", "its first byte"])
+def test_a_trace_that_can_t_be_written_is_a_warning_and_no_more(
+    refuses: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "trace" / "target_0.json"
+    if refuses == "its folder":
+        (tmp_path / "trace").touch()
+        why = "File exists"
+    else:
+        path.parent.mkdir()
+        path.symlink_to("/dev/full")
+        why = "No space left on device"
+    spans = Spans(path, "cpu")
+    spans.end(spans.begin("forward"), 1)
+    spans.waited("free slot", 0.0)
+    spans.close()
+    (told,) = caplog.records
+    assert (told.name, told.levelname) == ("target", "WARNING")
+    assert told.getMessage() == f"{path}: {why}: the run goes on without a trace"
+
+
+def test_a_trace_that_fails_under_a_span_is_told_once_and_keeps_its_whole_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pipe whose reader goes away stands in for a disk that fills up."""
+    path = tmp_path / "trainer_0.json"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    spans = Spans(path, "cpu")
+    spans.end(spans.begin("step"), 0)
+    begun = spans.begin("step")
+    kept = os.read(reader, 65536).decode()
+    os.close(reader)
+    for seq in (1, 2):
+        spans.end(begun, seq)
+        spans.waited("ready slot", 0.0, seq)
+    assert spans.begin("step") is None
+    spans.close()
+    assert [event.get("args", {}).get("seq") for event in json.loads(kept[:-2] + "]")][-1] == 0
+    (told,) = caplog.records
+    assert told.getMessage() == f"{path}: Broken pipe: the run goes on without a trace"
 
 
 def test_waits_too_short_to_matter_are_left_out(tmp_path: Path) -> None:
