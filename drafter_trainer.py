@@ -32,6 +32,7 @@ from dflash.spans import Spans
 from dflash.step import DTYPES, SWITCH_INTERVAL_S, Batch, TrainState, train_step
 from dflash.target import load_ends
 from launcher import child
+from launcher.rundir import RunDir
 from launcher.slot import slot_fields
 from shm_ring import ReadLease, RingError, RingReader, Stopped, snapshot
 from shm_ring.pin import pin
@@ -57,7 +58,7 @@ def run(run_dir: Path) -> int:
     verify = config.ring.verify and not on_gpu  # there the copy is summed, on the device
     ring = RingReader(config.ring.path, "trainer_0", fields=fields, verify=verify)
     ring.rewind(state.slot)
-    trace = run_dir / "trace" / "trainer_0.json" if config.run.trace else None
+    trace = RunDir(run_dir).traces / "trainer_0.json" if config.run.trace else None
     spans = Spans(trace, config.drafter.device)
     slots = (CopiedSlots if on_gpu else PageSlots)(ring, config, arch, spans)
     journal = Journal(run_dir / "metrics.jsonl", ring, config, state.step)

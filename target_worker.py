@@ -30,6 +30,7 @@ from dflash.spans import Spans
 from dflash.step import DTYPES
 from dflash.target import CaptureError, Target
 from launcher import child
+from launcher.rundir import RunDir
 from launcher.slot import slot_fields
 from shm_ring import RingWriter, Stopped, WriteLease
 from shm_ring.pin import pin
@@ -66,7 +67,7 @@ def run(run_dir: Path, rank: int) -> None:
         fields=slot_fields(config, arch),
         verify=config.ring.verify,
     )
-    trace = run_dir / "trace" / f"target_{rank}.json" if config.run.trace else None
+    trace = RunDir(run_dir).traces / f"target_{rank}.json" if config.run.trace else None
     spans = Spans(trace, config.target.device)
     filler = (StagedFiller if target.device.type == "cuda" else PageFiller)(
         ring, target, config, arch, spans

@@ -263,7 +263,7 @@ def main() -> int:
             config = bench_config(load_config(args.config, args.overrides), directory)
             run_dir = RunDir(config.run.path)
             found, row = run(config, run_dir, args)
-            traces = sorted((config.run.path / "trace").glob("*.json"))
+            traces = sorted(run_dir.traces.glob("*.json"))
             if args.trace:
                 args.trace.write_text(merged(traces, found.watch.ready))
             if args.timeline:

@@ -114,7 +114,7 @@ def _of_traces(found: Measured, run: RunDir, names: list[str]) -> dict[str, Any]
     """From the spans that both halves wrote: who computed how long, and what the copies took."""
     traces = {}
     for name in names:
-        path = run.path / "trace" / f"{name}.json"
+        path = run.traces / f"{name}.json"
         traces[name] = read_trace(path) if path.exists() else []
     return {
         "busy_share": {

@@ -52,7 +52,7 @@ class RunConfig(Section):
     """The run lives in `<dir>/<name>`."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     trace: bool = False
-    """Write when each half did what to trace/*.json in the run's directory: for ui.perfetto.dev."""
+    """Write when each half did what to the run's trace/attempt_*/*.json: for ui.perfetto.dev."""
 
     @property
     def path(self) -> Path:

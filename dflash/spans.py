@@ -1,6 +1,6 @@
 """What a half did when, on the GPU and on the host: a trace that ui.perfetto.dev opens.
 
-    spans = Spans(run_dir / "trace" / "target_0.json" if config.run.trace else None, device)
+    spans = Spans(run.traces / "target_0.json" if config.run.trace else None, device)
     mark = spans.begin("forward")           # what is launched on the current stream from here ...
     spans.end(mark, seq)                    # ... to here
     mark = spans.begin("d2h", COPY)         # the same inside `with torch.cuda.stream(copies)`

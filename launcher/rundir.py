@@ -4,6 +4,7 @@ run.yaml         the resolved config            metrics.jsonl   one object per l
 prepared.json    target, dataset, mask token    checkpoints/    step_*/
 launch.json      argv, commit, versions         eval/, export/  what those commands write
 lock             held (flock) by the launcher   logs/attempt_<n>/<role>_<rank>.log, logs/latest
+                                                trace/attempt_<n>/<role>_<rank>.json (run.trace)
 """
 
 from __future__ import annotations
@@ -96,6 +97,11 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def traces(self) -> Path:
+        """Of the newest attempt."""
+        return self.path / "trace" / (self.path / "logs" / "latest").resolve().name
 
     def exists(self) -> bool:
         return self.config_file.exists()

@@ -15,6 +15,8 @@ import pytest
 import yaml
 from whole_run import LAUNCH, environment, launch, losses, start, write_config
 
+from dflash.spans import read_trace
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -112,7 +114,7 @@ def test_kill_9_of_any_process_resumes_with_the_same_bits(
 def test_sigterm_saves_and_the_same_command_resumes(
     home: Path, undisturbed: list[tuple[int, float, float]]
 ) -> None:
-    config = write_config(home, "stopped")
+    config = write_config(home, "stopped", run={"trace": True})
     process = start(home, "run", config)
     wait_for(lambda: steps_logged(home, "stopped") >= 3)
     process.send_signal(signal.SIGTERM)
@@ -124,6 +126,11 @@ def test_sigterm_saves_and_the_same_command_resumes(
     assert 3 <= step < 24
     launch(home, "run", config)
     assert losses(home, "stopped") == undisturbed
+    traces = home / "runs/stopped/trace"
+    before, after = (read_trace(traces / f"attempt_{n}" / "trainer_0.json") for n in (1, 2))
+    assert sum(span.name == "step" for span in before) == step
+    assert sum(span.name == "step" for span in after) == 24 - step
+    assert all((traces / f"attempt_{n}" / "target_0.json").exists() for n in (1, 2))
 
 
 def test_a_trainer_that_loses_its_ring_keeps_what_it_has_trained(home: Path) -> None:

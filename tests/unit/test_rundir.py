@@ -50,6 +50,12 @@ def test_an_attempt_writes_its_records_and_moves_latest(run: RunDir, tmp_path: P
     assert record["versions"]["pydantic"]
 
 
+def test_each_attempt_has_traces_of_its_own(run: RunDir, tmp_path: Path) -> None:
+    assert run.traces == run.path / "trace" / "attempt_1"
+    run.begin_attempt(config_of(tmp_path), ["launch.py", "run", "c.yaml"])
+    assert run.traces == run.path / "trace" / "attempt_2"
+
+
 def test_only_whole_checkpoints_count(run: RunDir) -> None:
     assert run.last_step() == 0
     write_checkpoint(run, 10)
