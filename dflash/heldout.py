@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -34,7 +36,9 @@ from .prepare import Prepared, load_tokenizer, stop_ids
 from .target import Target
 from .walk import text_states, walk
 
-RECIPE = 1
+log = logging.getLogger("target")
+
+RECIPE = 2
 """Part of every file's name: raise it when the same settings would give other contents."""
 KEPT = 8
 """Files in the cache: 0.3 GB each for 16 prompts of a 27B target."""
@@ -66,14 +70,13 @@ def leave_texts(
     dataset: Dataset,
     before_each: Callable[[], None] = lambda: None,
 ) -> str:
-    """Decode, capture and save, unless it was done before. Returns one line about it; raises
-    ConfigError. `before_each` prompt may raise: nothing is left then."""
-    damage = ""
+    """Decode, capture and save, unless it was done before and is sound. Returns one line about it;
+    raises ConfigError. `before_each` prompt may raise: nothing is left then."""
     if path.exists():
         try:
             load_texts(path)
         except ConfigError as error:
-            damage = f"{error}; "
+            log.warning("%s", error)
         else:
             path.touch()
             return f"held-out texts are in {path}"
@@ -93,13 +96,11 @@ def leave_texts(
         texts.append(Text(prompt, tokens, text_states(target, [*prompt, *tokens])))
     save_texts(path, texts)
     _sweep(path.parent)
-    return (
-        f"{damage}decoded {len(texts)} held-out prompts in {time.monotonic() - began:.1f} s: {path}"
-    )
+    return f"decoded {len(texts)} held-out prompts in {time.monotonic() - began:.1f} s: {path}"
 
 
 def save_texts(path: Path, texts: Sequence[Text]) -> None:
-    """Atomic: a reader finds the whole file or none."""
+    """Atomic: a reader finds the whole file or none. Its checksum stands in its header."""
     from safetensors.torch import save_file
 
     tensors = {}
@@ -110,17 +111,20 @@ def save_texts(path: Path, texts: Sequence[Text]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temp = tempfile.mkstemp(dir=path.parent, suffix=".safetensors.tmp")
     os.close(descriptor)
-    save_file(tensors, temp)
+    save_file(tensors, temp, metadata={"crc32": _checksum(tensors)})
     Path(temp).replace(path)
 
 
 def load_texts(path: Path) -> list[Text]:
-    """Raises ConfigError where the file is damaged."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    """Raises ConfigError where the file is not what was saved."""
+    from safetensors import SafetensorError, safe_open
 
     try:
-        tensors = load_file(path)
+        with safe_open(path, "pt") as file:
+            names, crc = file.keys(), (file.metadata() or {}).get("crc32")
+            tensors = {name: file.get_tensor(name) for name in names}
+        if crc != _checksum(tensors):
+            raise LookupError("not the bytes that were saved, by their checksum")
         return [
             Text(
                 tensors[f"{index}.prompt"].tolist(),
@@ -131,8 +135,17 @@ def load_texts(path: Path) -> list[Text]:
         ]
     except (SafetensorError, LookupError) as error:
         raise ConfigError(
-            f"{path}: damaged ({error}): the run's next start makes it again"
+            f"{path}: damaged ({error}): target worker 0 makes it again as the run starts"
         ) from None
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    """8 hex digits: the crc32 of all names, dtypes, shapes and bytes."""
+    crc = 0
+    for name, x in sorted(tensors.items()):
+        crc = zlib.crc32(f"{name} {x.dtype} {tuple(x.shape)}".encode(), crc)
+        crc = zlib.crc32(x.view(torch.uint8).numpy().data, crc)
+    return f"{crc:08x}"
 
 
 def _sweep(directory: Path) -> None:

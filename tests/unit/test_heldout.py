@@ -114,8 +114,10 @@ def test_the_files_used_last_stay_and_what_a_killed_save_left_goes(
     assert {file.name for file in tmp_path.iterdir()} == {"used.safetensors", "new.safetensors"}
 
 
-@pytest.mark.parametrize("damage", ["cut", "lost tensor"])
-def test_a_damaged_file_is_named_and_made_again(damage: str, run: TinyRun, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["cut", "no checksum", "a bit of its states"])
+def test_a_damaged_file_is_named_and_made_again(
+    damage: str, run: TinyRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from safetensors.torch import load_file, save_file
 
     dataset, path = Dataset.load(prepared(run).dataset), tmp_path / "x.safetensors"
@@ -123,10 +125,31 @@ def test_a_damaged_file_is_named_and_made_again(damage: str, run: TinyRun, tmp_p
     whole = path.read_bytes()
     if damage == "cut":
         path.write_bytes(whole[: len(whole) // 2])
+    elif damage == "no checksum":
+        save_file(load_file(path), path)
     else:
-        save_file({k: v for k, v in load_file(path).items() if k != "0.prompt"}, path)
+        path.write_bytes(flipped(whole, 8 * (len(whole) - 100)))
     with pytest.raises(ConfigError, match=r"x\.safetensors: damaged \("):
         H.load_texts(path)
     told = H.leave_texts(path, run.target, run.config, dataset)
-    assert told.startswith(f"{path}: damaged (") and "; decoded 3 held-out prompts" in told
-    assert "\n" not in told and path.read_bytes() == whole
+    assert told.startswith("decoded 3 held-out prompts") and path.read_bytes() == whole
+    (warned,) = caplog.records
+    assert (warned.name, warned.levelname) == ("target", "WARNING")
+    assert warned.getMessage().startswith(f"{path}: damaged (")
+    assert "\n" not in warned.getMessage()
+
+
+def test_each_single_bit_of_a_file_counts(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    H.save_texts(path, some_texts())
+    whole = path.read_bytes()
+    for bit in range(8 * len(whole)):
+        path.write_bytes(flipped(whole, bit))
+        with pytest.raises(ConfigError, match=r"x\.safetensors: damaged \("):
+            H.load_texts(path)
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
