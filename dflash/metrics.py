@@ -92,17 +92,17 @@ class Metrics:
     def post(self) -> Callable[[], dict[str, float]]:
         """`read` in two parts: copies the sums and zeroes them behind the launched steps; the
         returned function waits for that copy alone, not for steps launched since."""
-        copied = torch.empty_like(self.sums, device="cpu", pin_memory=self.sums.is_cuda)
+        copied, arrived = torch.empty_like(self.sums, device="cpu"), None
+        if self.sums.is_cuda:
+            copied, arrived = copied.pin_memory(), torch.cuda.Event(blocking=True)  # no spin
         copied.copy_(self.sums, non_blocking=True)
         self.sums.zero_()
-        event = None
-        if self.sums.is_cuda:
-            event = torch.cuda.Event()
-            event.record()
+        if arrived is not None:
+            arrived.record()
 
         def figures() -> dict[str, float]:
-            if event is not None:
-                event.synchronize()
+            if arrived is not None:
+                arrived.synchronize()
             return summarise(*self.layout.unpack(copied.tolist()))
 
         return figures

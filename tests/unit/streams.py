@@ -2,12 +2,13 @@
 
     with Race() as race:              # torch.cuda's streams and events are stand-ins inside
         ...
-    assert race.found == []
+    assert race.found == [] and race.spins == 0
 
 Every operator of torch is an access, by the current stream (inside `race.host()`: by the host), to
 the memory that it reads and writes. Each stream has a vector clock; launches carry the host's to
 it, events and waits one stream's to another. Two accesses to the same storage without an order
 between them, at least one a write, are a race, whatever a device would have made of them.
+A spin is a host that keeps its core while it waits for an event: one not made `blocking`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Race(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.spins = 0
         self.clocks: dict[str, Clock] = {}
         self._writes: dict[int, dict[str, Access]] = {}
         self._reads: dict[int, dict[str, Access]] = {}
@@ -41,7 +43,7 @@ class Race(TorchDispatchMode):
     def __enter__(self) -> Race:
         for name, stand_in in {
             "cuda.Stream": lambda: Stream(self, f"stream {next(self._count)}"),
-            "cuda.Event": lambda blocking=False: Event(self),
+            "cuda.Event": lambda blocking=False: Event(self, blocking),
             "cuda.current_stream": lambda: self.current,
             "cuda.stream": self._on,
             "Tensor.pin_memory": lambda tensor: self._pinned(tensor),
@@ -127,15 +129,16 @@ class Stream:
 class Event:
     """One that was never recorded keeps nobody waiting, as CUDA's."""
 
-    def __init__(self, race: Race) -> None:
-        self._race, self.clock = race, Clock()
+    def __init__(self, race: Race, blocking: bool) -> None:
+        self._race, self._blocking, self.clock = race, blocking, Clock()
 
     def record(self) -> None:
         self.clock = dict(self._race.tick(self._race.current.name))
 
     def synchronize(self) -> None:
+        self._race.spins += not self._blocking
         self._race.join("host", self.clock)
 
     def query(self) -> bool:
-        self.synchronize()
+        self._race.join("host", self.clock)
         return True

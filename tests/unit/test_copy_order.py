@@ -1,14 +1,17 @@
-"""The copies to and from a GPU keep their order, whichever stream is late: streams.py looks."""
+"""The copies to and from a GPU keep their order, whichever stream is late, and a host that waits
+for one sleeps: streams.py looks."""
 
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import torch
 from streams import Race
 from tiny_step import make_batch
 
 from dflash.feed import Feed
+from dflash.metrics import Metrics
 from dflash.outbox import Outbox
 from dflash.spans import Spans
 from dflash.step import Batch
@@ -46,6 +49,9 @@ def test_what_looks_for_races_finds_them_and_knows_an_order() -> None:
         with race.host():
             y.zero_()
         assert len(race.found) == 2
+        assert race.spins == 1  # CUDA's default: the host keeps its core
+        torch.cuda.Event(blocking=True).synchronize()
+        assert race.spins == 1
 
 
 def test_slots_that_arrive_under_a_step_meet_neither_it_nor_their_writer() -> None:
@@ -65,7 +71,7 @@ def test_slots_that_arrive_under_a_step_meet_neither_it_nor_their_writer() -> No
                 x + 1  # the step
             if seq + 1 < len(pages):
                 feed.start(pages[seq + 1], sum(LENS[seq + 1]))
-    assert race.found == []
+    assert race.found == [] and race.spins == 0
 
 
 def test_slots_that_leave_under_a_forward_meet_neither_it_nor_their_reader() -> None:
@@ -84,4 +90,16 @@ def test_slots_that_leave_under_a_forward_meet_neither_it_nor_their_reader() -> 
                     sent[0].facts.clone()
                     overwrite(sent[1])
             sent = outbox.send(page, 20 + seq, seq), page
-    assert race.found == []
+    assert race.found == [] and race.spins == 0
+
+
+def test_a_host_that_waits_for_the_figures_of_an_interval_sleeps() -> None:
+    """As Journal reads them: once the next step has been launched."""
+    with Race() as race, mock.patch.object(torch.Tensor, "is_cuda", True):
+        metrics = Metrics(4, torch.device("cpu"))
+        for _ in range(2):
+            metrics.add(torch.ones(metrics.layout.size, dtype=torch.float64))
+            figures = metrics.post()
+            metrics.add(torch.zeros(metrics.layout.size, dtype=torch.float64))
+            assert figures()["steps"] == 1
+    assert race.found == [] and race.spins == 0
