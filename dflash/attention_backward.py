@@ -37,7 +37,7 @@ OF_ROWS = {
 }
 OF_KEYS = {
     128: (Tiling(rows=64, keys=TILE, warps=4, stages=2), Tiling(32, TILE, 4, 2)),
-    256: (Tiling(32, TILE, 8, 2), Tiling(32, TILE, 8, 1)),
+    256: (Tiling(32, TILE, 8, 2), Tiling(32, TILE, 8, 1), Tiling(16, TILE, 8, 1)),
 }
 
 

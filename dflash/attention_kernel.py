@@ -40,7 +40,7 @@ FORWARD = {
 }
 """By head size, up to it: the fastest on an H200 at 128 (docs/lab-notebook.md), at 256 one without
 spills; then smaller ones, for a GPU with less shared memory. The backward's are like these."""
-FLOAT32 = {size: (Tiling(32, 32, 4, 1),) for size in FORWARD}
+FLOAT32 = {size: (Tiling(32, 32, 4, 1), Tiling(16, 32, 4, 1)) for size in FORWARD}
 """No drafter trains in it on a GPU; tests do."""
 
 

@@ -58,7 +58,7 @@ def seen_by(
     """seen_C4 of Ranges. Over valid blocks, which come first, both bounds rise."""
     begin_C1 = torch.arange(0, num_tokens, TILE, device=low_A.device, dtype=torch.int32)[:, None]
     end_C1 = begin_C1 + TILE
-    low_A, strict_A = low_A, low_A
+    strict_A = low_A
     if window is not None:
         strict_A = torch.maximum(low_A, high_A - window + block_size)
         low_A = torch.maximum(low_A, high_A - window + 1)
