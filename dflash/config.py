@@ -119,7 +119,8 @@ class DrafterConfig(Section):
     attention_bias: bool = False
     layer_types: tuple[LayerType, ...] | None = None
     """One entry a layer; None: all full_attention."""
-    sliding_window: Count | None = None
+    sliding_window: Annotated[int, Field(ge=1, le=2**30)] | None = None
+    """At most what a GPU's attention can add to a token's number in int32."""
     is_causal: bool | None = None
     """In-block causality of every layer; None: sliding layers causal, full layers bidirectional."""
 

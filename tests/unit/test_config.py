@@ -85,6 +85,7 @@ def test_template_kwargs_come_from_overrides_and_survive_a_round_trip(tmp_path: 
         ({"drafter": {"layer_types": ["full"] * 5}}, ["layer_types", "'full'"]),
         ({"drafter": {"layer_types": ["full_attention"]}}, ["1 entries", "num_layers is 5"]),
         ({"drafter": {"sliding_window": 64}}, ["sliding_window has no effect"]),
+        ({"drafter": {"sliding_window": 2**31}}, ["drafter.sliding_window", "1073741824"]),
         (
             {"ring": {"max_tokens": 16}, "drafter": {"block_size": 12}},
             ["block_size 12", "ring.max_tokens", "at least 24"],
