@@ -252,8 +252,10 @@ def backward(
 
     def of_rows(tiling: Tiling) -> None:
         sizes = Sizes.of(heads // groups, rows // blocks, size, tiling.rows)
-        # A block whose heads are split gets its own gradients in parts.
-        own[:] = (q_QNE.new_empty(sizes.SPLITS, rows, groups, size) for _ in range(2))
+        # A block whose heads are split gets its own gradients in parts: rounded once, as a sum.
+        dtype = q_QNE.dtype if sizes.SPLITS == 1 else torch.float32
+        shape = sizes.SPLITS, rows, groups, size
+        own[:] = (q_QNE.new_empty(shape, dtype=dtype) for _ in range(2))
         _query_grad_kernel[(triton.cdiv(blocks, sizes.BLOCKS), groups * sizes.SPLITS)](
             *inputs,
             out_QNE,
@@ -305,5 +307,5 @@ def backward(
 
     launch(OF_ROWS, q_QNE, of_rows)
     launch(OF_KEYS, q_QNE, of_keys)
-    own_k_grad, own_v_grad = (x[0] if len(x) == 1 else x.sum(0) for x in own)
+    own_k_grad, own_v_grad = (x[0] if len(x) == 1 else x.sum(0).to(q_QNE.dtype) for x in own)
     return q_grad, k_grad, v_grad, own_k_grad, own_v_grad

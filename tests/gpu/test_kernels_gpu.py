@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_block_attention import CASES, dense_of, out_and_grads, ranges_of, tensors
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dflash.head import Scaled, by_unit, counts_on_device
 from dflash.loss import TargetStates, head_loss, head_loss_full
@@ -159,6 +160,21 @@ def test_attention_over_ranges_equals_sdpa(case: tuple, window: int | None, caus
         assert torch.equal(a, c), "another run, other bits"
 
 
+def compare_in_bf16(case: tuple, size: int, window: int | None) -> None:
+    """With strided values, as a drafter has them. SDPA's math backend is float32 inside and rounds
+    at the end alone; tiles round what they multiply: 1.2 to 1.4 times its error. Sums of parts that
+    are rounded too reach 1.6."""
+    mask, dense = ranges_of(case, window, True, "cuda"), dense_of(case, window, True).cuda()
+    wide = [x.detach().cuda().bfloat16().float().requires_grad_() for x in tensors(case, size)]
+    narrow = [x.detach().bfloat16().requires_grad_() for x in wide]
+    strided = torch.stack((narrow[1].detach(), narrow[2].detach()), dim=1)[:, 1].requires_grad_()
+    ours = out_and_grads([*narrow[:2], strided, *narrow[3:]], mask)
+    with sdpa_kernel(SDPBackend.MATH):
+        exact, theirs = out_and_grads(wide, dense), out_and_grads(narrow, dense)
+    for want, a, b in zip(exact, ours, theirs, strict=True):
+        assert float((a - want).norm()) <= 1.45 * float((b - want).norm()) + 1e-6
+
+
 @pytest.mark.parametrize(
     ("heads", "block", "size", "window"),
     [
@@ -169,20 +185,11 @@ def test_attention_over_ranges_equals_sdpa(case: tuple, window: int | None, caus
         (8, 32, 128, 500),
     ],
 )
-def test_attention_in_bf16_is_as_near_to_float32_as_sdpas(
+def test_attention_in_bf16_is_nearly_as_near_to_float32_as_sdpas(
     heads: int, block: int, size: int, window: int | None
 ) -> None:
-    """The tiles of training: over many of them, with strided values as a drafter has them."""
-    case = (4096, 90, block, heads, (1500, 1000, 1400), 2)
-    mask, dense = ranges_of(case, window, True, "cuda"), dense_of(case, window, True).cuda()
-    wide = [x.detach().cuda().bfloat16().float().requires_grad_() for x in tensors(case, size)]
-    narrow = [x.detach().bfloat16().requires_grad_() for x in wide]
-    strided = torch.stack((narrow[1].detach(), narrow[2].detach()), dim=1)[:, 1].requires_grad_()
-    exact = out_and_grads(wide, dense)
-    ours = out_and_grads([*narrow[:2], strided, *narrow[3:]], mask)
-    theirs = out_and_grads(narrow, dense)
-    for want, a, b in zip(exact, ours, theirs, strict=True):
-        assert float((a - want).norm()) <= 1.3 * float((b - want).norm()) + 1e-6
+    """The tiles of training: over many of them."""
+    compare_in_bf16((4096, 90, block, heads, (1500, 1000, 1400), 2), size, window)
 
 
 def test_a_gpu_with_less_shared_memory_takes_the_next_tiling(
@@ -206,14 +213,7 @@ def test_wide_heads_train_within_90_kib_of_shared_memory(monkeypatch: pytest.Mon
     """A GPU of 99 (Ampere's and Ada's small ones) keeps tiles less densely: 112 for 96 of a
     Hopper."""
     monkeypatch.setattr("triton.compiler.compiler.max_shared_mem", lambda device: 90 * 1024)
-    case = (700, 9, 16, 3, (300, 350), 1)
-    leaves = [x.detach().cuda().bfloat16().requires_grad_() for x in tensors(case, 256)]
-    wide = [x.detach().float().requires_grad_() for x in leaves]
-    dense = dense_of(case, 100, True).cuda()
-    ours = out_and_grads(leaves, ranges_of(case, 100, True, "cuda"))
-    theirs, exact = out_and_grads(leaves, dense), out_and_grads(wide, dense)
-    for want, a, b in zip(exact, ours, theirs, strict=True):
-        assert float((a - want).norm()) <= 1.3 * float((b - want).norm()) + 1e-6
+    compare_in_bf16((700, 9, 16, 3, (300, 350), 1), 256, 100)
 
 
 def test_the_attention_keeps_what_torch_library_asks_of_an_operation() -> None:
