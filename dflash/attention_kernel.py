@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from .config import ConfigError
+
 LOWEST = tl.constexpr(-1e30)
 FAR = tl.constexpr(1 << 30)
 """Beyond all tokens."""
@@ -41,7 +43,7 @@ FORWARD = {
 """By head size, up to it: the fastest on an H200 at 128 (docs/lab-notebook.md), at 256 one without
 spills; then smaller ones, for a GPU with less shared memory. The backward's are like these."""
 FLOAT32 = {size: (Tiling(32, 32, 4, 1), Tiling(16, 32, 4, 1)) for size in FORWARD}
-"""No drafter trains in it on a GPU; tests do."""
+"""Chosen for tests; a drafter that trains in it on a GPU has no better."""
 
 
 class Sizes(NamedTuple):
@@ -248,15 +250,20 @@ def sums_shape(q_QNE: Tensor, k_TGE: Tensor, low_A: Tensor) -> tuple[int, int, i
 def launch(
     tilings: Mapping[int, Sequence[Tiling]], like: Tensor, start: Callable[[Tiling], None]
 ) -> None:
-    """`start` with the first tiling that this GPU has the shared memory for. `like`: [.., E]."""
+    """`start` with the first tiling that this GPU has the shared memory for; ConfigError if none.
+    `like`: [.., E]."""
     table = FLOAT32 if like.dtype == torch.float32 else tilings
-    *larger, smallest = table[128 if like.shape[-1] <= 128 else 256]
-    for tiling in larger:
+    for tiling in table[128 if like.shape[-1] <= 128 else 256]:
         try:
             return start(tiling)
-        except OutOfResources:  # raised before anything runs
-            continue
-    start(smallest)
+        except OutOfResources as error:  # raised before anything runs
+            refused = error
+    size, dtype = like.shape[-1], str(like.dtype).removeprefix("torch.")
+    raise ConfigError(
+        f"drafter.head_dim, drafter.block_size: attention over heads of {size} in {dtype} asks for "
+        f"{refused.required} bytes of {refused.name}, this GPU has {refused.limit}: make one of "
+        "them smaller, or drafter.dtype bfloat16"
+    )
 
 
 def options(tiling: Tiling, like: Tensor) -> dict[str, Any]:

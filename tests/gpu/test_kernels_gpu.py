@@ -8,6 +8,7 @@ from test_block_attention import CASES, dense_of, out_and_grads, ranges_of, tens
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dflash.config import ConfigError
 from dflash.head import Scaled, by_unit, counts_on_device
 from dflash.loss import TargetStates, head_loss, head_loss_full
 from dflash.optim import MasterAdamW
@@ -214,6 +215,14 @@ def test_wide_heads_train_within_90_kib_of_shared_memory(monkeypatch: pytest.Mon
     Hopper."""
     monkeypatch.setattr("triton.compiler.compiler.max_shared_mem", lambda device: 90 * 1024)
     compare_in_bf16((700, 9, 16, 3, (300, 350), 1), 256, 100)
+
+
+def test_heads_that_no_tiling_fits_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton.compiler.compiler.max_shared_mem", lambda device: 1024)
+    case = (100, 3, 7, 2, (90,), 0)  # no other test's: a kernel that is loaded is not asked again
+    leaves = [x.detach().cuda().bfloat16().requires_grad_() for x in tensors(case, 32)]
+    with pytest.raises(ConfigError, match=r"drafter.head_dim.* of 32 in bfloat16 .* has 1024"):
+        out_and_grads(leaves, ranges_of(case, None, True, "cuda"))
 
 
 def test_the_attention_keeps_what_torch_library_asks_of_an_operation() -> None:
