@@ -22,6 +22,8 @@ ZERO_CENTRED_NORMS = ("gemma", "qwen3_5", "qwen3_next")
 FLA_VERSION = (0, 6)
 PLAIN_NORMS = ("gemma3n", "gemma4")
 """Gemmas that no longer do."""
+CAUSAL_LMS = ("ForCausalLM", "LMHeadModel", "ModelWithLMHead", "ForConditionalGeneration")
+"""How transformers' classes of them end; those that also see or hear end in the last."""
 SHIPPED = Path(__file__).parents[1] / "configs" / "targets"
 
 
@@ -96,6 +98,9 @@ class TargetArch:
                 )
             return text[key]
 
+        names = outer.get("architectures")
+        architecture = str(names[0]) if isinstance(names, list) and names else "?"
+        refuse_no_causal_lm(architecture, text)
         heads, hidden = need("num_attention_heads"), need("hidden_size")
         model_type = str(text.get("model_type") or outer.get("model_type"))
         tied = bool(text.get("tie_word_embeddings", outer.get("tie_word_embeddings", True)))
@@ -109,7 +114,7 @@ class TargetArch:
         eos = _ids(text.get("eos_token_id", outer.get("eos_token_id"))) + _ids(stops)
         return cls(
             model_type=model_type,
-            architecture=str((outer.get("architectures") or ["?"])[0]),
+            architecture=architecture,
             num_layers=need("num_hidden_layers"),
             hidden_size=hidden,
             intermediate_size=text.get("intermediate_size")
@@ -131,6 +136,22 @@ class TargetArch:
             num_parameters=parameters,
             delta_layers=delta_layers,
             layer_width=width,
+        )
+
+
+def refuse_no_causal_lm(architecture: str, text: dict[str, Any]) -> None:
+    """ConfigError where a config.json names a model of another task, or lets tokens see later
+    ones. One that names none ("?") may pass."""
+    if architecture != "?" and not architecture.endswith(CAUSAL_LMS):
+        raise ConfigError(
+            f"target.model: its config.json says {architecture}: not a causal LM, and no other "
+            "kind of model can be drafted for"
+        )
+    both_ways = text.get("use_bidirectional_attention") in (True, "all")
+    if both_ways or text.get("is_causal") is False:
+        raise ConfigError(
+            "target.model: by its config.json its tokens attend to later ones: not a causal LM, "
+            "and no other kind of model can be drafted for"
         )
 
 

@@ -77,6 +77,25 @@ def test_the_widest_layer() -> None:
     assert arch_of(experts).layer_width == 4 * 64 + 2 * (2 * 64 + 3 * 500) + 3 * 40
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": ["BertForMaskedLM"]}, "config.json says BertForMaskedLM"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "says LlamaForSequenceClass"),
+        ({"use_bidirectional_attention": True}, "attend to later ones"),
+        ({"is_causal": False}, "attend to later ones"),
+    ],
+)
+def test_a_model_of_another_kind_is_refused_by_its_config(
+    changes: dict[str, Any], said: str
+) -> None:
+    raw = tiny_config("llama").to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    TargetArch.from_config(raw, raw)
+    with pytest.raises(ConfigError, match=rf"target.model: .*{said}.*: not a causal LM") as error:
+        TargetArch.from_config(raw | changes, raw | changes)
+    assert "\n" not in str(error.value)
+
+
 def test_a_config_that_does_not_fit_together_is_one_line() -> None:
     raw = json.loads(tiny_config("qwen3_5").to_json_string(use_diff=False))
     del raw["linear_key_head_dim"]
