@@ -290,7 +290,7 @@ def main() -> None:
     if (args.config is None) == (args.shapes is None):
         parser.error("say a CONFIG or --shapes")
     if not torch.cuda.is_available():
-        parser.error("the drafter's step is measured on a CUDA device, and there is none")
+        parser.exit(2, "the drafter's step is measured on a CUDA device, and there is none\n")
     found = []
     for name, loss, mode in itertools.product(args.shapes or [None], args.loss, args.mode):
         case = (

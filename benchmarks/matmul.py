@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--json", type=new_file, help="write all measurements there")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("matmuls are measured on a CUDA device, and there is none")
+        parser.exit(2, "matmuls are measured on a CUDA device, and there is none\n")
     case = SHAPES[args.shapes].case(args.shapes, args.loss, "graph")
     of_a_step = list(products(case.arch, case.config, "cuda"))
     head = list(head_products(case.arch, case.config, "cuda"))

@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--json", type=new_file, help="write all measurements there")
     args = parser.parse_intermixed_args()
     if not torch.cuda.is_available():
-        parser.error("the target's half is measured on a CUDA device, and there is none")
+        parser.exit(2, "the target's half is measured on a CUDA device, and there is none\n")
     try:
         config = load_config(
             args.config, [*args.overrides, "target.device=cuda", "drafter.device=cuda"]
@@ -305,7 +305,7 @@ def main() -> None:
         check_early(config)
         bench = Bench(config, args.config.stem, stock=args.stock)
     except ConfigError as error:
-        parser.error(str(error))
+        parser.exit(2, f"{error}\n")
     try:
         start_s = time.monotonic()
         bench.target.self_test()

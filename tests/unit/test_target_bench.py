@@ -1,8 +1,10 @@
 """The parts of `bench target` that need no GPU: how many operations it counts, which arrivals bound
-its window, and of which kernels its table is made."""
+its window, of which kernels its table is made, and what it says where there is no GPU."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.target import Bench, is_matmul, kernel_table, rate
+from launcher.rundir import ROOT
 
 
 @pytest.mark.parametrize("loss", ["ce", "kl"])
@@ -47,6 +50,14 @@ def test_a_late_look_at_the_copies_makes_no_slot_faster() -> None:
     noticed_s = [end_s + 1.5 for end_s in ends_s[:-1]] + ends_s[-1:]
     arrived = list(zip(noticed_s, tokens, strict=True))
     assert rate(arrived) == (4.0, (400 + 440) / 8)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_it_is_one_line() -> None:
+    command = [sys.executable, "-m", "benchmarks.target", "configs/qwen36_27b_2gpu.yaml"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "the target's half is measured on a CUDA device, and there is none\n"
 
 
 def test_the_table_takes_matmuls_together_and_keeps_the_longest() -> None:
