@@ -41,8 +41,8 @@ def documents(lens_D: Tensor, total_tok: Tensor, num_tokens: int) -> Tensor:
 
 
 def valid_anchors(lm_T: Tensor, doc_T: Tensor) -> Tensor:
-    """bool [T]: lm[a] & lm[a+1] & doc[a] == doc[a+1] >= 0 (DESIGN section 8); the last position is
-    never valid."""
+    """bool [T]: lm[a] & lm[a+1] & doc[a] == doc[a+1] >= 0; the last position is never
+    valid."""
     valid_T = torch.zeros_like(lm_T)
     valid_T[:-1] = lm_T[:-1] & lm_T[1:] & (doc_T[:-1] == doc_T[1:]) & (doc_T[:-1] >= 0)
     return valid_T

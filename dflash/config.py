@@ -187,8 +187,8 @@ class StepConfig(Section):
     CUDA graph. None: graph on cuda, eager on cpu. The numbers agree within rounding."""
     head_float8: bool = False
     """Take the loss's gradient back through the target's frozen head in float8: faster on GPUs that
-    can, Hopper and later; a byte a head weight more. Loss and figures stay exact; the gradient
-    moves by about a twentieth of its length (dflash/head.py)."""
+    can (Ada and later); a byte a head weight more. Loss and figures stay exact; the gradient moves
+    by about a twentieth of its length (dflash/head.py)."""
 
 
 class EvalConfig(Section):

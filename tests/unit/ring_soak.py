@@ -221,7 +221,7 @@ class Soak:
 
 
 def judge(soak: Soak) -> None:
-    """Asserts what DESIGN 6.6 promises, from the logs and from what is left of the ring."""
+    """Asserts what docs/ring.md promises, from the logs and from what is left of the ring."""
     took: Counter[tuple[int, int]] = Counter()
     acked: Counter[tuple[int, int]] = Counter()
     allowed: Counter[tuple[int, int]] = Counter()

@@ -189,7 +189,7 @@ def test_a_gpu_that_is_too_small_is_refused_with_the_number_that_fits(
 
 
 def test_the_estimate_for_the_27b_shapes_is_near_the_worked_example() -> None:
-    """reference/gpu.md: states 31 GB, ends 5.1 GB, activations 31 GB, slots 6 GB, about 85 GB."""
+    """By hand: states 31 GB, ends 5.1 GB, activations 31 GB, slots 6 GB, about 85 GB."""
     shapes = TARGET | {
         "num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 17408,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
