@@ -126,9 +126,9 @@ def _attend(
     window: int | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    inputs = (q_QNE, k_TGE, v_TGE, own_k_QGE, own_v_QGE)
     from .attention_kernel import forward
 
+    inputs = (q_QNE, k_TGE, v_TGE, own_k_QGE, own_v_QGE)
     return forward(*inputs, low_A, high_A, scale, window, causal)
 
 
@@ -157,9 +157,9 @@ def _attend_backward(
     window: int | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = (q_QNE, k_TGE, v_TGE, own_k_QGE, own_v_QGE)
     from .attention_backward import backward
 
+    inputs = (q_QNE, k_TGE, v_TGE, own_k_QGE, own_v_QGE)
     ranges = (low_A, high_A, seen_C4)
     return backward(grad_QNE, inputs, out_QNE, sums, *ranges, scale, window, causal)
 

@@ -1,7 +1,7 @@
 """The machine's GPUs, as nvidia-smi tells them, and what the two halves will need of them.
 
 Estimates come from shapes alone: parameters as target_size.py and DrafterArch count them, and the
-activations that one compiled step keeps. Within 6 % of the peaks of the drafter steps measured at
+activations that one compiled step keeps. Within 7 % of the peaks of the drafter steps measured at
 27B and 8B shapes (benchmarks/results/drafter_h200_*.json).
 """
 
