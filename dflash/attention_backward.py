@@ -24,8 +24,11 @@ from .attention_kernel import (
     in_block,
     in_range,
     key_tiles,
+    keys_at,
     launch,
     options,
+    own_rows,
+    real_rows,
     row_of,
     strides,
 )
@@ -88,9 +91,9 @@ def _query_grad_kernel(
 ):
     first, g = tl.program_id(0) * BLOCKS, tl.program_id(1) // SPLITS
     groups, split = tl.num_programs(1) // SPLITS, tl.program_id(1) % SPLITS
-    block, head, offset = row_of(first * (HP * KP), BLOCKS * HP * KP, HP, KP)
-    head += split * HP
-    real = ((head < HEADS) & (offset < K) & (block < num_blocks))[:, None]
+    block, head, offset, real = real_rows(
+        first * (HP * KP), split * HP, num_blocks, BLOCKS * HP * KP, HEADS, K, HP, KP
+    )
     q_at = at_rows(block, offset, g * HEADS + head, q_stride, K, E)
     at = at_rows(block, offset, g * HEADS + head, groups * HEADS * E, K, E)
     q = tl.load(q_ptr + q_at, mask=real, other=0.0)
@@ -101,8 +104,7 @@ def _query_grad_kernel(
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(delta_ptr + sum_at, delta, mask=block < num_blocks)
 
-    own_block, _, own_offset = row_of(first * KP, BLOCKS * KP, 1, KP)
-    there = ((own_offset < K) & (own_block < num_blocks))[:, None]
+    own_block, own_offset, there = own_rows(first, num_blocks, K, KP, BLOCKS)
     k_at = at_rows(own_block, own_offset, g, own_k_stride, K, E)
     v_at = at_rows(own_block, own_offset, g, own_v_stride, K, E)
     own_k = tl.load(own_k_ptr + k_at, mask=there, other=0.0)
@@ -124,9 +126,7 @@ def _query_grad_kernel(
     row_low, row_high = bounds_of(low_ptr, high_ptr, block, num_blocks)
     for i in range(0, before + tiles - whole):
         token = low + tl.where(i < before, i, i - before + whole) * KEYS + tl.arange(0, KEYS)
-        near = (token < end)[:, None]
-        k = tl.load(k_ptr + at_tokens(token, g, k_stride, E), mask=near, other=0.0)
-        v = tl.load(v_ptr + at_tokens(token, g, v_stride, E), mask=near, other=0.0)
+        k, v = keys_at(k_ptr, v_ptr, token, end, g, k_stride, v_stride, E, True)
         score_grad = _score_grad(q, k, v, grad, log_sum, delta, scale, PRECISION)[1]
         seen = in_range(
             token[None, :], row_low[:, None], row_high[:, None], offset[:, None], WINDOW
@@ -135,8 +135,7 @@ def _query_grad_kernel(
         q_grad = tl.dot(score_grad, k, q_grad, input_precision=PRECISION)
     for i in range(before, whole):
         token = low + i * KEYS + tl.arange(0, KEYS)
-        k = tl.load(k_ptr + at_tokens(token, g, k_stride, E))
-        v = tl.load(v_ptr + at_tokens(token, g, v_stride, E))
+        k, v = keys_at(k_ptr, v_ptr, token, end, g, k_stride, v_stride, E, False)
         score_grad = _score_grad(q, k, v, grad, log_sum, delta, scale, PRECISION)[1]
         q_grad = tl.dot(score_grad.to(k.dtype), k, q_grad, input_precision=PRECISION)
     tl.store(q_grad_ptr + at, (q_grad * natural_scale).to(q_grad_ptr.dtype.element_ty), mask=real)
@@ -175,9 +174,7 @@ def _context_grad_kernel(
     """HP: all heads, rounded up."""
     c, g, groups = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     token = c * KEYS + tl.arange(0, KEYS)
-    inside = (token < num_tokens)[:, None]
-    k = tl.load(k_ptr + at_tokens(token, g, k_stride, E), mask=inside, other=0.0)
-    v = tl.load(v_ptr + at_tokens(token, g, v_stride, E), mask=inside, other=0.0)
+    k, v = keys_at(k_ptr, v_ptr, token, num_tokens, g, k_stride, v_stride, E, True)
     k_grad = tl.zeros([KEYS, E], tl.float32)
     v_grad = tl.zeros([KEYS, E], tl.float32)
 
@@ -188,8 +185,7 @@ def _context_grad_kernel(
     end = tl.maximum(whole, tl.cdiv(tl.load(seen_ptr + c * 4 + 3) * (HP * KP), ROWS))
     for i in range(begin, before + end - whole):
         first = tl.where(i < before, i, i - before + whole) * ROWS
-        block, head, offset = row_of(first, ROWS, HP, KP)
-        real = ((head < HEADS) & (offset < K) & (block < num_blocks))[:, None]
+        block, head, offset, real = real_rows(first, 0, num_blocks, ROWS, HEADS, K, HP, KP)
         q_at = at_rows(block, offset, g * HEADS + head, q_stride, K, E)
         at = at_rows(block, offset, g * HEADS + head, groups * HEADS * E, K, E)
         q = tl.load(q_ptr + q_at, mask=real, other=0.0)
@@ -223,7 +219,7 @@ def _context_grad_kernel(
         p_grad = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         score_grad = (p * (p_grad - delta[None, :])).to(q.dtype)
         k_grad = tl.dot(score_grad, q, k_grad, input_precision=PRECISION)
-    out_at = at_tokens(token, g, groups * E, E)
+    out_at, inside = at_tokens(token, g, groups * E, E), (token < num_tokens)[:, None]
     k_grad = (k_grad * natural_scale).to(k_grad_ptr.dtype.element_ty)
     tl.store(k_grad_ptr + out_at, k_grad, mask=inside)
     tl.store(v_grad_ptr + out_at, v_grad.to(v_grad_ptr.dtype.element_ty), mask=inside)

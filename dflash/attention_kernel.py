@@ -120,6 +120,31 @@ def row_of(first, ROWS: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr):
 
 
 @triton.jit
+def real_rows(
+    first,
+    first_head,
+    num_blocks,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    K: tl.constexpr,
+    HP: tl.constexpr,
+    KP: tl.constexpr,
+):
+    """row_of's, their heads from `first_head` on, and which are not there for the rounding up:
+    bool [rows, 1]."""
+    block, head, offset = row_of(first, ROWS, HP, KP)
+    head += first_head
+    return block, head, offset, ((head < HEADS) & (offset < K) & (block < num_blocks))[:, None]
+
+
+@triton.jit
+def own_rows(first, num_blocks, K: tl.constexpr, KP: tl.constexpr, BLOCKS: tl.constexpr):
+    """(block, offset, bool [keys, 1]: is there) of the keys of a tile's own blocks."""
+    block, _, offset = row_of(first * KP, BLOCKS * KP, 1, KP)
+    return block, offset, ((offset < K) & (block < num_blocks))[:, None]
+
+
+@triton.jit
 def at_rows(block, offset, head, stride, K: tl.constexpr, E: tl.constexpr):
     """Offsets [rows, E] into [Q, heads, E], `stride` elements from row to row."""
     start = (block * K + offset).to(tl.int64) * stride + head * E
@@ -130,6 +155,19 @@ def at_rows(block, offset, head, stride, K: tl.constexpr, E: tl.constexpr):
 def at_tokens(token, g, stride, E: tl.constexpr):
     """Offsets [keys, E] into [T, G, E]."""
     return token.to(tl.int64)[:, None] * stride + (g * E + tl.arange(0, E))[None, :]
+
+
+@triton.jit
+def keys_at(k_ptr, v_ptr, token, end, g, k_stride, v_stride, E: tl.constexpr, MASKED: tl.constexpr):
+    """Keys and values of the context. MASKED: zeros from `end` on."""
+    k_ptrs = k_ptr + at_tokens(token, g, k_stride, E)
+    v_ptrs = v_ptr + at_tokens(token, g, v_stride, E)
+    if MASKED:
+        near = (token < end)[:, None]
+        k, v = tl.load(k_ptrs, mask=near, other=0.0), tl.load(v_ptrs, mask=near, other=0.0)
+    else:
+        k, v = tl.load(k_ptrs), tl.load(v_ptrs)
+    return k, v
 
 
 @triton.jit
@@ -195,16 +233,15 @@ def _forward_kernel(
     BLOCKS: tl.constexpr,
 ):
     first, g = tl.program_id(0) * BLOCKS, tl.program_id(1) // SPLITS
-    groups = tl.num_programs(1) // SPLITS
-    block, head, offset = row_of(first * (HP * KP), BLOCKS * HP * KP, HP, KP)
-    head += tl.program_id(1) % SPLITS * HP
-    real = ((head < HEADS) & (offset < K) & (block < num_blocks))[:, None]
+    groups, split = tl.num_programs(1) // SPLITS, tl.program_id(1) % SPLITS
+    block, head, offset, real = real_rows(
+        first * (HP * KP), split * HP, num_blocks, BLOCKS * HP * KP, HEADS, K, HP, KP
+    )
     q_at = at_rows(block, offset, g * HEADS + head, q_stride, K, E)
     q = tl.load(q_ptr + q_at, mask=real, other=0.0)
 
     # The blocks themselves first, so that every row has seen something.
-    own_block, _, own_offset = row_of(first * KP, BLOCKS * KP, 1, KP)
-    there = ((own_offset < K) & (own_block < num_blocks))[:, None]
+    own_block, own_offset, there = own_rows(first, num_blocks, K, KP, BLOCKS)
     k_at = at_rows(own_block, own_offset, g, own_k_stride, K, E)
     v_at = at_rows(own_block, own_offset, g, own_v_stride, K, E)
     own_k = tl.load(own_k_ptr + k_at, mask=there, other=0.0)
@@ -222,17 +259,14 @@ def _forward_kernel(
     row_low, row_high = bounds_of(low_ptr, high_ptr, block, num_blocks)
     for i in range(0, before + tiles - whole):
         token = low + tl.where(i < before, i, i - before + whole) * KEYS + tl.arange(0, KEYS)
-        near = (token < end)[:, None]
-        k = tl.load(k_ptr + at_tokens(token, g, k_stride, E), mask=near, other=0.0)
-        v = tl.load(v_ptr + at_tokens(token, g, v_stride, E), mask=near, other=0.0)
+        k, v = keys_at(k_ptr, v_ptr, token, end, g, k_stride, v_stride, E, True)
         seen = in_range(
             token[None, :], row_low[:, None], row_high[:, None], offset[:, None], WINDOW
         )
         top, total, out = _more_keys(top, total, out, q, k, v, seen, scale, True, PRECISION)
     for i in range(before, whole):
         token = low + i * KEYS + tl.arange(0, KEYS)
-        k = tl.load(k_ptr + at_tokens(token, g, k_stride, E))
-        v = tl.load(v_ptr + at_tokens(token, g, v_stride, E))
+        k, v = keys_at(k_ptr, v_ptr, token, end, g, k_stride, v_stride, E, False)
         top, total, out = _more_keys(top, total, out, q, k, v, True, scale, False, PRECISION)
     out_at = at_rows(block, offset, g * HEADS + head, groups * HEADS * E, K, E)
     tl.store(out_ptr + out_at, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
