@@ -27,9 +27,9 @@ from dflash.config import Config, ConfigError, load_config
 from dflash.feed import Feed
 from dflash.heldout import Text, heldout_file, load_texts, measure_texts
 from dflash.prepare import Prepared
-from dflash.slot import slot_views
+from dflash.slot import slot_shapes, slot_views
 from dflash.spans import Spans
-from dflash.step import DTYPES, SWITCH_INTERVAL_S, Batch, TrainState, train_step
+from dflash.step import DTYPES, SWITCH_INTERVAL_S, Batch, TrainState, train_step, warm_up
 from dflash.target import load_ends
 from launcher import child
 from launcher.rundir import RunDir
@@ -54,13 +54,20 @@ def run(run_dir: Path) -> int:
     # Named once, as target worker 0 does: the name changes with the target's directory.
     texts_file, texts = heldout_file(config, prepared, arch), list[Text]()
     fields = slot_fields(config, arch)
+    trace = RunDir(run_dir).traces / "trainer_0.json" if config.run.trace else None
+    spans = Spans(trace, config.drafter.device)
     on_gpu = config.drafter.device == "cuda"
+    feed = Feed(slot_shapes(config, arch), "cuda", spans) if on_gpu else None
+    if feed is not None:
+        warm_up(state, feed.batch)  # takes a minute at new shapes; a party of the ring would beat
     verify = config.ring.verify and not on_gpu  # there the copy is summed, on the device
     ring = RingReader(config.ring.path, "trainer_0", fields=fields, verify=verify)
     ring.rewind(state.slot)
-    trace = RunDir(run_dir).traces / "trainer_0.json" if config.run.trace else None
-    spans = Spans(trace, config.drafter.device)
-    slots = (CopiedSlots if on_gpu else PageSlots)(ring, config, arch, spans)
+    slots: CopiedSlots | PageSlots = (
+        PageSlots(ring, config, arch, spans)
+        if feed is None
+        else CopiedSlots(ring, config, arch, spans, feed)
+    )
     journal = Journal(run_dir / "metrics.jsonl", ring, config, state.step)
     child.ready(f"step {state.step} of {steps}, {arch.num_parameters:,} parameters")
 
@@ -157,11 +164,13 @@ class CopiedSlots:
     """On a GPU: the next slot is copied from page-locked pages while the step before it runs, its
     sums are checked on the device, and it is free again before that step ends."""
 
-    def __init__(self, ring: RingReader, config: Config, arch: DrafterArch, spans: Spans) -> None:
+    def __init__(
+        self, ring: RingReader, config: Config, arch: DrafterArch, spans: Spans, feed: Feed
+    ) -> None:
         self.ring, self.config, self.arch, self.spans = ring, config, arch, spans
+        self.feed = feed
         locked = pin(ring)
         log.log(locked.level, "%s", locked)
-        self.feed: Feed | None = None
         self.coming: ReadLease | None = None
         self.here = -1
         """The slot that the feed's batch holds."""
@@ -173,12 +182,10 @@ class CopiedSlots:
                 self._start(seq)
             while not self._arrived():
                 self._start(seq)
-            assert self.feed is not None
             mark = self.spans.begin("load")
             self.feed.load()
             self.spans.end(mark, seq)
             self.here = seq
-        assert self.feed is not None
         return self.feed.batch
 
     def _start(self, seq: int) -> None:
@@ -186,12 +193,11 @@ class CopiedSlots:
         self.coming = self.ring.take(seq, stop=child.stop_requested)
         self.spans.waited("ready slot", since_s, seq)
         views = slot_views(self.coming.buffer, self.config, self.arch)
-        self.feed = self.feed or Feed(views, self.config.drafter.device, self.spans)
         self.feed.start(views, self.coming.total_tok, seq)
 
     def _arrived(self) -> bool:
         """Waits for the copy and lets go of the slot. False: not the bytes that were sealed."""
-        assert self.feed is not None and self.coming is not None
+        assert self.coming is not None
         since_s = time.monotonic()
         sums, lease, self.coming = self.feed.wait(), self.coming, None
         self.spans.waited("copy", since_s, lease.seq)
@@ -208,7 +214,7 @@ class CopiedSlots:
                 self._start(next_seq)
 
     def give_back(self) -> None:
-        if self.coming is not None and self.feed is not None:
+        if self.coming is not None:
             self.feed.wait()
             self.ring.give_back(self.coming)
 

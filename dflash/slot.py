@@ -23,8 +23,6 @@ def slot_views(buffer: Callable[[str], memoryview], config: Config, arch: Drafte
     all_TF [T, n_taps*H] and vlh_TH [T, H] in the target's dtype; ids_T, pos_T int64 [T];
     lm_T bool [T]; lens_D int64 [D]; total_tok int64 scalar. Rows from total_tok on are stale.
     """
-    tokens, hidden = config.ring.max_tokens, arch.hidden_size
-    states = DTYPES[config.target.dtype]
 
     def view(name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         with warnings.catch_warnings():
@@ -32,14 +30,29 @@ def slot_views(buffer: Callable[[str], memoryview], config: Config, arch: Drafte
             warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
             return torch.frombuffer(buffer(name), dtype=dtype).view(shape)
 
+    return _slot(view, config, arch)
+
+
+def slot_shapes(config: Config, arch: DrafterArch) -> Batch:
+    """slot_views without memory, on torch's meta device."""
+
+    def tensor(name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    return _slot(tensor, config, arch)
+
+
+def _slot(tensor: Callable[..., torch.Tensor], config: Config, arch: DrafterArch) -> Batch:
+    tokens, hidden = config.ring.max_tokens, arch.hidden_size
+    states = DTYPES[config.target.dtype]
     return Batch(
-        all_TF=view("all", states, tokens, arch.num_taps * hidden),
-        vlh_TH=view("vlh", states, tokens, hidden) if config.wants_vlh else None,
-        ids_T=view("ids", torch.int64, tokens),
-        lm_T=view("lm", torch.bool, tokens),
-        lens_D=view("lens", torch.int64, config.ring.max_docs),
-        pos_T=view("pos", torch.int64, tokens),
-        total_tok=view("total_tok", torch.int64),
+        all_TF=tensor("all", states, tokens, arch.num_taps * hidden),
+        vlh_TH=tensor("vlh", states, tokens, hidden) if config.wants_vlh else None,
+        ids_T=tensor("ids", torch.int64, tokens),
+        lm_T=tensor("lm", torch.bool, tokens),
+        lens_D=tensor("lens", torch.int64, config.ring.max_docs),
+        pos_T=tensor("pos", torch.int64, tokens),
+        total_tok=tensor("total_tok", torch.int64),
     )
 
 

@@ -18,8 +18,9 @@ features and positions are zeroed before use; gathers of masked slots point at r
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple, ParamSpec, TypeVar
@@ -182,24 +183,41 @@ class Captured(NamedTuple):
     sums: Tensor
 
 
+def warm_up(state: TrainState, batch: Batch) -> None:
+    """Compiles the step before its first batch is there, and captures it in mode graph. Changes
+    nothing else in `state`, whatever the batch holds."""
+    if state.config.step_mode == "graph":
+        state.captured = capture(state, batch)
+        return
+    with _dry(state):
+        run_step(state, batch)
+
+
 def capture(state: TrainState, batch: Batch, warm_ups: int = 2) -> Captured:
     """Compiles, warms up and captures run_step(state, batch). Changes nothing in `state`, whatever
     the batch holds."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with _dry(state):
+        stream.wait_stream(torch.cuda.current_stream())
+        # Libraries keep workspaces a stream, so the warm-up runs where the capture will.
+        # thread_local: what other threads do on the device meanwhile is no error.
+        with torch.cuda.stream(stream):
+            for _ in range(warm_ups):
+                run_step(state, batch)
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            sums = run_step(state, batch)
+        torch.cuda.current_stream().wait_stream(stream)
+    return Captured(graph, batch, sums)
+
+
+@contextlib.contextmanager
+def _dry(state: TrainState) -> Iterator[None]:
+    """Steps inside compute all and change nothing."""
     sums_before = state.metrics.sums.clone()
     state.dry.fill_(True)
-    stream.wait_stream(torch.cuda.current_stream())
-    # Libraries keep workspaces a stream, so the warm-up runs where the capture will. thread_local:
-    # what other threads do on the device meanwhile is no error.
-    with torch.cuda.stream(stream):
-        for _ in range(warm_ups):
-            run_step(state, batch)
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        sums = run_step(state, batch)
-    torch.cuda.current_stream().wait_stream(stream)
+    yield
     state.metrics.sums.copy_(sums_before)
     state.dry.fill_(False)
-    return Captured(graph, batch, sums)
 
 
 def run_step(state: TrainState, batch: Batch) -> Tensor:

@@ -14,7 +14,8 @@ from streams import Race
 from tiny_step import make_arch, make_batch, make_config
 
 import drafter_trainer
-from dflash.slot import slot_views
+from dflash.feed import Feed
+from dflash.slot import slot_shapes, slot_views
 from dflash.spans import Spans
 from dflash.step import Batch
 from drafter_trainer import CopiedSlots
@@ -74,7 +75,9 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
     monkeypatch.setattr(drafter_trainer, "pin", lambda ring: PinReport(0, 0.0, "why"))
     monkeypatch.setattr(drafter_trainer.child, "stop_requested", lambda: made.stop)
     with Race() as race:
-        slots = CopiedSlots(reader, config, arch, Spans(None, "cpu"))
+        spans = Spans(None, "cpu")
+        feed = Feed(slot_shapes(config, arch), "cpu", spans)
+        slots = CopiedSlots(reader, config, arch, spans, feed)
         made: Trainer = Trainer(writer, slots, race)
         yield made
     reader.leave()
@@ -167,11 +170,26 @@ def test_after_a_stop_no_slot_is_taken(trainer: Trainer) -> None:
     assert torch.equal(trainer.slots.batch(0).total_tok, torch.tensor(sum(LENS)))
 
 
+def test_the_step_is_compiled_for_the_shapes_that_slots_have(trainer: Trainer) -> None:
+    """Before there is a slot: the captured step's batch is what the feed fills."""
+    lease = trainer.writer.claim()
+    assert lease is not None
+    views, batch = vars(trainer.views(lease)), vars(trainer.slots.feed.batch)
+    assert views.keys() == batch.keys()
+    for name, view in views.items():
+        if view is None:
+            assert batch[name] is None
+        else:
+            assert (batch[name].shape, batch[name].dtype) == (view.shape, view.dtype)
+            assert not batch[name].any()
+
+
 def test_pages_that_are_not_locked_are_a_warning(
     trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Which the launcher shows: copies are then an eighth as fast."""
-    CopiedSlots(trainer.slots.ring, trainer.slots.config, trainer.slots.arch, trainer.slots.spans)
+    slots = trainer.slots
+    CopiedSlots(slots.ring, slots.config, slots.arch, slots.spans, slots.feed)
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("trainer", "WARNING")
     assert "copies are slow: why" in record.getMessage()

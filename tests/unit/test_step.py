@@ -14,7 +14,7 @@ from dflash.anchors import documents, hash_keys, sample_anchors, valid_anchors
 from dflash.loss import default_gamma
 from dflash.mask import decode_masks
 from dflash.model import FrozenEnds, layer_kinds
-from dflash.step import Batch, TrainState, run_step, train_step
+from dflash.step import Batch, TrainState, run_step, train_step, warm_up
 
 
 def train(state: TrainState, batch: Batch, steps: int = 3) -> list[torch.Tensor]:
@@ -108,6 +108,17 @@ def test_a_short_slot_in_a_long_slots_buffer_trains_on_itself_alone() -> None:
     assert figures[0] == figures[1]
     assert 0 < figures[0]["anchors_valid"] <= 18 and figures[0]["tokens"] == 20
     assert torch.equal(state.optimizer.weights, alone.optimizer.weights)
+
+
+def test_warming_up_on_an_empty_slot_changes_nothing() -> None:
+    state, batch = make_state(loss="kl"), make_batch()
+    for x in vars(batch).values():
+        x.zero_()
+    before = {key: x.clone() for key, x in vars(state.optimizer).items() if torch.is_tensor(x)}
+    warm_up(state, batch)
+    for key in ("weights", "masters", "exp_avg", "exp_avg_sq", "count"):
+        assert torch.equal(before[key], getattr(state.optimizer, key)), key
+    assert state.metrics.sums.abs().sum() == 0 and not state.dry and state.step == 0
 
 
 def test_a_slot_without_an_anchor_leaves_the_drafter_alone_and_is_counted() -> None:
