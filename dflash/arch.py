@@ -118,8 +118,7 @@ class TargetArch:
             num_layers=need("num_hidden_layers"),
             hidden_size=hidden,
             intermediate_size=text.get("intermediate_size")
-            or text.get("moe_intermediate_size")
-            or 4 * hidden,
+            or (3 if text.get("moe_intermediate_size") else 4) * hidden,
             num_attention_heads=heads,
             num_key_value_heads=text.get("num_key_value_heads") or heads,
             head_dim=text.get("head_dim") or hidden // heads,

@@ -115,7 +115,8 @@ class DrafterConfig(Section):
     num_key_value_heads: Count | None = None
     head_dim: Annotated[int, Field(ge=2, le=256, multiple_of=2)] | None = None
     intermediate_size: Count | None = None
-    """None in these four: as the target's (head_dim at most 128)."""
+    """None in these four: as the target's (head_dim at most 128; where it has experts alone, no
+    FFN, 3 * hidden_size, as published drafters for such targets)."""
     attention_bias: bool = False
     layer_types: tuple[LayerType, ...] | None = None
     """One entry a layer; None: all full_attention."""

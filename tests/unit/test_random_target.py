@@ -126,7 +126,11 @@ def test_a_config_of_no_causal_lm_is_one_line(tmp_path: Path) -> None:
 
 # --- the shipped shapes ---------------------------------------------------------------------------
 
-SHIPPED = {"Qwen/Qwen3.6-27B": 26_895_998_464, "Qwen/Qwen3-8B": 8_190_735_360}
+SHIPPED = {
+    "Qwen/Qwen3.6-27B": 26_895_998_464,
+    "Qwen/Qwen3.6-35B-A3B": 34_660_610_688,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -138,6 +142,12 @@ def test_the_shipped_shapes_have_the_published_size(name: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
     assert sum(p.numel() for p in model.parameters()) == SHIPPED[name]
+
+
+def test_a_drafter_for_experts_is_as_wide_as_the_published_one() -> None:
+    """z-lab's for this target has 6144; an expert has 512."""
+    directory = shipped_config("Qwen/Qwen3.6-35B-A3B")
+    assert directory is not None and TargetArch.read(directory).intermediate_size == 6144
 
 
 def test_a_name_without_shipped_shapes_needs_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
