@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from . import layer_functions
 from .arch import TargetArch, has_fla
+from .experts import add_mixture, has_grouped
 
 Rope = tuple[Tensor, Tensor]
 """cos_L1R, sin_L1R."""
@@ -104,7 +105,9 @@ class FastLayers:
         if hasattr(mlp, "down_proj") and hasattr(mlp, "gate_proj"):
             inner_NF = self.between.silu_times(mlp.gate_proj(x_NH), mlp.up_proj(x_NH))
             add_projected(state_NH, inner_NF, mlp.down_proj)
-        else:  # a mixture of experts
+        elif has_grouped(mlp, x_NH):
+            add_mixture(state_NH, x_NH, mlp, self.between)
+        else:  # experts of another making
             found = mlp(x_NH[None])
             state_NH.add_((found[0] if isinstance(found, tuple) else found)[0])
 

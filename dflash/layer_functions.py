@@ -27,6 +27,12 @@ def silu_times(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
     return (F.silu(gate_NF.float()) * up_NF.float()).to(up_NF.dtype)
 
 
+def add_weighted(state_NH: Tensor, rows_SH: Tensor, place_NP: Tensor, weight_NP: Tensor) -> None:
+    """state_n += sum_p weight_np * rows[place_np], in place; rounded once."""
+    added_NH = (rows_SH[place_NP].float() * weight_NP.float()[..., None]).sum(dim=1)
+    state_NH.copy_(state_NH.float() + added_NH)
+
+
 def gated(x_RGE: Tensor, from_N: Tensor, gate_NGE: Tensor) -> Tensor:
     """[N, G, E]: of the rows that are no padding."""
     return (x_RGE[from_N].float() * torch.sigmoid(gate_NGE.float())).to(x_RGE.dtype)

@@ -11,18 +11,26 @@ Offsets of rows are int64: at 49,152 tokens of 17,408 numbers they are 40 % of w
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .conv_kernel import short_conv
 
-__all__ = ["gated", "gated_norm", "norm_rotate", "rms_norm", "short_conv", "silu_times"]
+__all__ = [
+    "add_weighted",
+    "gated",
+    "gated_norm",
+    "norm_rotate",
+    "rms_norm",
+    "short_conv",
+    "silu_times",
+]
 
 TILE, TILE_WARPS = 4096, 4
 """Numbers that a program takes at a time where heads are apart: 8 KiB of bf16 in, as much out."""
 BLOCK, BLOCK_WARPS = 4096, 8
+ADD_WARPS = 4
 LANES_A_WARP, MOST_WARPS = 1024, 16
 """Of a norm's row, which is one program's."""
 
@@ -59,22 +67,67 @@ def rms_norm(x_NH: Tensor, weight_H: Tensor, eps: float, offset: float) -> Tenso
 
 
 @triton.jit
-def _silu_times_kernel(gate_ptr, up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _silu_times_kernel(
+    gate_ptr, up_ptr, out_ptr, size, row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    source = at
+    if WIDTH:
+        source = at // WIDTH * row_stride + at % WIDTH
+    gate = tl.load(gate_ptr + source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + source, mask=inside, other=0.0).to(tl.float32)
     out = gate * tl.sigmoid(gate) * up
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def silu_times(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
-    assert gate_NF.is_contiguous() and up_NF.is_contiguous() and gate_NF.shape == up_NF.shape
-    out_NF, size = torch.empty_like(up_NF), up_NF.numel()
+    """The two may be halves of one tensor's rows."""
+    assert gate_NF.stride() == up_NF.stride() and gate_NF.stride(1) == 1
+    out_NF, size = up_NF.new_empty(up_NF.shape), up_NF.numel()
     _silu_times_kernel[(triton.cdiv(size, BLOCK),)](
-        gate_NF, up_NF, out_NF, size, BLOCK=BLOCK, num_warps=BLOCK_WARPS
+        gate_NF,
+        up_NF,
+        out_NF,
+        size,
+        gate_NF.stride(0),
+        WIDTH=0 if gate_NF.is_contiguous() else gate_NF.shape[1],
+        BLOCK=BLOCK,
+        num_warps=BLOCK_WARPS,
     )
     return out_NF
+
+
+@triton.jit
+def _add_weighted_kernel(
+    state_ptr,
+    rows_ptr,
+    place_ptr,
+    weight_ptr,
+    SIZE: tl.constexpr,
+    PICKS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    known = lane < SIZE
+    state = state_ptr + token * SIZE + lane
+    total = tl.load(state, mask=known, other=0.0).to(tl.float32)
+    for pick in tl.static_range(PICKS):
+        row = tl.load(place_ptr + token * PICKS + pick)
+        weight = tl.load(weight_ptr + token * PICKS + pick).to(tl.float32)
+        x = tl.load(rows_ptr + row * SIZE + lane, mask=known, other=0.0).to(tl.float32)
+        total += weight * x
+    tl.store(state, total.to(state_ptr.dtype.element_ty), mask=known)
+
+
+def add_weighted(state_NH: Tensor, rows_SH: Tensor, place_NP: Tensor, weight_NP: Tensor) -> None:
+    inputs, (tokens, size) = (state_NH, rows_SH, place_NP, weight_NP), state_NH.shape
+    assert all(x.is_contiguous() for x in inputs)
+    lanes = min(LANES_A_WARP, triton.next_power_of_2(size))
+    _add_weighted_kernel[(tokens, triton.cdiv(size, lanes))](
+        *inputs, SIZE=size, PICKS=place_NP.shape[1], LANES=lanes, num_warps=ADD_WARPS
+    )
 
 
 @triton.jit(do_not_specialize=["pairs"])

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+import transformers
 from tiny import tiny_config
 from whole_run import launch, losses, write_config
 
 from dflash import fast_layers as fast
 from dflash import layer_functions
 from dflash.arch import TargetArch
+from dflash.experts import add_mixture, has_grouped
 from dflash.feed import byte_sum
 from dflash.outbox import Leaving, Outbox
 from dflash.spans import Spans
@@ -154,6 +157,64 @@ def test_each_kernel_is_its_plain_function(
     rtol = 8e-3 if dtype == torch.bfloat16 else 2e-6
     for call in arguments(name, rows, dtype):
         torch.testing.assert_close(kernel(*call), plain(*call), atol=1e-5, rtol=rtol)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_halves_of_one_tensor_and_weighted_rows(dtype: torch.dtype) -> None:
+    """What a mixture of experts asks of the kernels, to the last place of bfloat16."""
+    from dflash import layer_kernels
+
+    rtol = 8e-3 if dtype == torch.bfloat16 else 2e-6
+    for tokens, picks, size in ((70, 2, 24), (33, 8, 1500), (1, 1, 2048)):
+        halves = torch.randn(tokens, 2 * size, device="cuda").to(dtype).chunk(2, dim=-1)
+        torch.testing.assert_close(
+            layer_kernels.silu_times(*halves),
+            layer_functions.silu_times(*halves),
+            atol=1e-5,
+            rtol=rtol,
+        )
+        rows_SH = torch.randn(tokens * picks, size, device="cuda").to(dtype)
+        place_NP = torch.randperm(tokens * picks, device="cuda").view(tokens, picks)
+        weight_NP = torch.rand(tokens, picks, device="cuda").to(dtype)
+        found = [torch.ones(tokens, size, device="cuda").to(dtype) for _ in "kp"]
+        layer_kernels.add_weighted(found[0], rows_SH, place_NP, weight_NP)
+        layer_functions.add_weighted(found[1], rows_SH, place_NP, weight_NP)
+        torch.testing.assert_close(*found, atol=1e-5, rtol=rtol)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_mixture_in_bfloat16_is_as_near_to_float32_as_the_stock_one(shared: bool) -> None:
+    """The experts that the router has chosen in bfloat16, one by one in float32. No sync."""
+    from dflash import layer_kernels
+
+    torch.manual_seed(0)
+    kind = transformers.Qwen3_5MoeTextConfig if shared else transformers.Qwen3MoeConfig
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "vocab_size": 99}
+    config = kind(**sizes, num_experts_per_tok=2, num_hidden_layers=4, num_attention_heads=4)
+    mlp = transformers.AutoModel.from_config(config).layers[0].mlp.cuda().bfloat16()
+    for parameter in mlp.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.3
+    x_NH = torch.randn(300, 64, device="cuda").bfloat16()
+    with torch.inference_mode():
+        _, weight_NP, expert_NP = mlp.gate(x_NH)
+        stock_NH = mlp(x_NH[None])[0]
+        assert has_grouped(mlp, x_NH)
+        state_NH = torch.zeros_like(x_NH)
+        torch.cuda.set_sync_debug_mode("error")
+        add_mixture(state_NH, x_NH, mlp, layer_kernels)
+        torch.cuda.set_sync_debug_mode("default")
+        mlp.float()
+        wide_NH = x_NH.float()
+        exact_NH = torch.zeros_like(wide_NH)
+        for token, pick in itertools.product(range(300), range(2)):
+            expert = expert_NP[token, pick]
+            gate, up = (mlp.experts.gate_up_proj[expert] @ wide_NH[token]).chunk(2)
+            out_H = mlp.experts.down_proj[expert] @ (F.silu(gate) * up)
+            exact_NH[token] += weight_NP[token, pick].float() * out_H
+        if shared:
+            exact_NH += mlp.shared_expert(wide_NH) * mlp.shared_expert_gate(wide_NH).sigmoid()
+    assert (state_NH - exact_NH).norm() < 1.2 * (stock_NH - exact_NH).norm()
+    assert (stock_NH - exact_NH).norm() < 0.02 * exact_NH.norm()
 
 
 def test_slots_leave_whole_and_in_order_while_the_next_is_made() -> None:

@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 from tiny import HIDDEN, LAYERS, VOCAB, load_tiny, tiny_config
+from torch import nn
 
 from dflash import fast_layers as fast
 from dflash import layer_functions
 from dflash.arch import TargetArch
+from dflash.experts import add_mixture, has_grouped
 from dflash.target import Target, place
 
 KNOWN = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe")
@@ -120,6 +122,23 @@ def test_layers_above_the_last_tap_do_not_run(tmp_path: Path) -> None:
     for layer in target.layers[2:]:
         layer.mlp.forward = None  # would be a TypeError
     target.capture([torch.arange(3, 20)], torch.empty(17, 2 * HIDDEN))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+def test_experts_are_grouped_where_a_grouped_matmul_takes_them(family: str) -> None:
+    """Others run as they are: in another dtype, as quantised ones, or as a list of modules."""
+    torch.manual_seed(0)
+    mlp = transformers.AutoModel.from_config(known_config(family)).layers[0].mlp
+    for parameter in mlp.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.3
+    x_NH, state_NH = torch.randn(2, 19, HIDDEN)
+    with torch.inference_mode():
+        want_NH = state_NH + mlp(x_NH[None])[0]
+        add_mixture(state_NH, x_NH, mlp, layer_functions)
+    torch.testing.assert_close(state_NH, want_NH, atol=1e-5, rtol=1e-4)
+    assert has_grouped(mlp, x_NH) and not has_grouped(mlp, x_NH.bfloat16())
+    mlp.experts = nn.ModuleList()
+    assert not has_grouped(mlp, x_NH)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "falcon_h1"])
