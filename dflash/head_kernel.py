@@ -87,7 +87,7 @@ def _rows_kernel(
         next_raw = _part(raw_ptr, at + BLOCK, vocab)
         if KL:
             next_t = _part(target_ptr, at + BLOCK, vocab)
-        above += (raw > raw_own).to(tl.int32)
+        above += tl.where(raw <= raw_own, 0, 1)  # 1 of NaN, which is never right
         tied += ((raw == raw_own) & (at < label)).to(tl.int32)
         z = raw
         if CAP:

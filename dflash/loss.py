@@ -260,14 +260,14 @@ def _logits(raw_CV: Tensor, cap: float | None, wide: torch.dtype) -> Tensor:
 def data_rank(raw_CV: Tensor, label_C: Tensor) -> Tensor:
     """How many tokens the draft puts before the data token: those with a larger logit and, of equal
     logits (in bf16 many are), those with a smaller id, as argmax does. So rank 0 means exactly "the
-    draft's argmax is right".
+    draft's argmax is right". NaN logits come before all, so a row of them is not right.
 
     No sort. A soft cap is monotone, so raw logits serve. Row by row, two counts beside the label
     are one pass over the logits: faster on a CPU than masks of all of them.
     """
     own_C1 = raw_CV.gather(1, label_C[:, None])
     before_C = [
-        (raw_V[:label] >= own).sum() + (raw_V[label:] > own).sum()
+        (~(raw_V[:label] < own)).sum() + (~(raw_V[label:] <= own)).sum()
         for raw_V, own, label in zip(raw_CV, own_C1, label_C.tolist(), strict=True)
     ]
     return torch.stack(before_C)
@@ -295,7 +295,7 @@ def head_loss_full(
         loss_R = F.kl_div(logq_RV, logp_RV, reduction="none", log_target=True).sum(-1)
     own_R1 = logq_RV.gather(1, label_R[:, None])
     first_RV = torch.arange(len(head_VH), device=label_R.device) < label_R[:, None]
-    rank_R = ((logq_RV > own_R1) | ((logq_RV == own_R1) & first_RV)).sum(dim=-1)
+    rank_R = (~(logq_RV <= own_R1) | ((logq_RV == own_R1) & first_RV)).sum(dim=-1)
     return HeadLoss(loss_R, nll_R.detach(), rank_R)
 
 

@@ -50,6 +50,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+COUNTED = ("tokens", "supervised", "anchors_asked")
+"""Of a step's sums: what counts even where the step is skipped."""
+
 SWITCH_INTERVAL_S = 1e-4
 """For sys.setswitchinterval in a process that launches steps. Every launch lets go of the
 interpreter lock, and a busy thread that takes it then keeps it so long: by default 5 ms."""
@@ -232,10 +235,11 @@ def run_step(state: TrainState, batch: Batch) -> Tensor:
 
 
 def _count(metrics: Metrics, sums: dict[str, Tensor], norm: Tensor, skipped: Tensor) -> Tensor:
-    sums = sums | {"skipped": skipped, "steps": torch.ones_like(norm), "grad_norm": norm}
-    for name in ("loss", "weight", "grad_norm"):
-        # A skipped step is counted, and its NaN kept out of the interval's means.
-        sums[name] = torch.where(skipped, 0.0, sums[name])
+    # A skipped step is counted, and kept out of the interval's means: NaN as well as labels that
+    # nobody trained on.
+    sums = {k: x if k in COUNTED else torch.where(skipped, 0, x) for k, x in sums.items()}
+    sums |= {"skipped": skipped, "steps": torch.ones_like(norm)}
+    sums["grad_norm"] = torch.where(skipped, 0, norm)
     vector = metrics.layout.pack(sums)
     metrics.add(vector)
     return vector

@@ -67,17 +67,18 @@ def metrics_line(row: dict[str, Any], made_all: bool = False) -> str:
     interval_s = max(row["interval_s"], 1e-9)
     shares = row["trainer_wait_s"] / interval_s, row["target_wait_s"] / interval_s
     waits = who_waits(*shares, made_all)
-    walked = f"  tau_walk {_figure(row['tau_walk'], '.3f')}" if "tau_walk" in row else ""
+    skipped = f"  skipped {row['skipped']:.0f} of its steps" if row.get("skipped") else ""
+    walked = f"  tau_walk {figure(row['tau_walk'], '.3f')}" if "tau_walk" in row else ""
     return (
-        f"step {row['step']:{len(str(steps))}d}/{steps}  loss {_figure(row['loss'], '.4f')}"
-        f"  tau_anchor {_figure(row['tau_anchor'], '.3f')}{walked}"
-        f"  accuracy {_figure(row['accuracy'], '.1%')}"
+        f"step {row['step']:{len(str(steps))}d}/{steps}  loss {figure(row['loss'], '.4f')}"
+        f"  tau_anchor {figure(row['tau_anchor'], '.3f')}{walked}"
+        f"  accuracy {figure(row['accuracy'], '.1%')}{skipped}"
         f"  {row['tok_per_s']:,.0f} tok/s  ring {row['ready_slots']}/{row['slots']} ready"
         f"  {waits}  ETA {seconds(row['eta_s'])}"
     )
 
 
-def _figure(value: float | None, form: str) -> str:
+def figure(value: float | None, form: str) -> str:
     """A mean over nothing (no anchor in the whole interval) is null in metrics.jsonl."""
     return "none" if value is None else format(value, form)
 

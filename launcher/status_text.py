@@ -6,7 +6,7 @@ import time
 
 from shm_ring import RingSnapshot, SlotView
 
-from .screen import percent, seconds, size, table
+from .screen import figure, percent, seconds, size, table
 from .status import LEVELS, Flow, Status
 
 MAX_SLOTS_SHOWN = 40
@@ -54,8 +54,8 @@ def _step(status: Status) -> str:
     if row is None:
         return ""
     return (
-        f", step {row['step']} of {row['steps']}, loss {row['loss']:.4f}, "
-        f"tau_anchor {row['tau_anchor']:.3f}, ETA {seconds(row['eta_s'])}"
+        f", step {row['step']} of {row['steps']}, loss {figure(row['loss'], '.4f')}, "
+        f"tau_anchor {figure(row['tau_anchor'], '.3f')}, ETA {seconds(row['eta_s'])}"
     )
 
 

@@ -217,6 +217,13 @@ def test_rank_zero_means_that_argmax_is_the_data_token_even_among_ties() -> None
         assert rank == [4, 0, 1, 3, 2]
 
 
+@pytest.mark.parametrize("loss", [head_loss, head_loss_full])
+def test_logits_that_are_nan_are_never_right(loss: Any) -> None:
+    hidden_RH, head_VH = torch.ones(2, 4), torch.ones(6, 4)
+    hidden_RH[1] = torch.nan
+    assert (loss(hidden_RH, head_VH, torch.tensor([0, 0])).rank_R > 0).tolist() == [False, True]
+
+
 def test_equal_logits_rank_by_id_as_a_stable_sort_puts_them() -> None:
     torch.manual_seed(0)
     hidden_RH = torch.randint(-1, 2, (60, 8)).bfloat16()  # exact in any order

@@ -51,6 +51,12 @@ def test_a_step_that_was_evaluated_shows_what_decoding_would_accept() -> None:
     assert "tau_anchor 1.219  tau_walk 1.337  accuracy" in metrics_line(ROW | {"tau_walk": 1.3374})
 
 
+def test_steps_that_changed_nothing_are_told() -> None:
+    row = ROW | {"skipped": 3.0, "loss": None, "tau_anchor": None, "accuracy": None}
+    assert "loss none  tau_anchor none  accuracy none  skipped 3 of its steps" in metrics_line(row)
+    assert "skipped" not in metrics_line(ROW | {"skipped": 0.0})
+
+
 def test_columns_line_up() -> None:
     assert table([["a", "bb"], ["ccc", "d"]], indent="> ") == ["> a    bb", "> ccc  d"]
 

@@ -113,6 +113,12 @@ def test_a_run_that_has_no_ring_yet_is_starting(
     assert f"run r is starting (pid {os.getpid()})" in capsys.readouterr().out
 
 
+def test_an_interval_without_a_mean_is_shown(run: RunDir, ring: Path) -> None:
+    run.metrics_file.write_text(json.dumps(METRICS | {"loss": None, "tau_anchor": None}) + "\n")
+    text = status_text(look(Place(ring, run), 0.01))
+    assert "step 12 of 40, loss none, tau_anchor none, ETA 30 s" in text
+
+
 def test_a_working_ring_is_ok_and_shown_whole(run: RunDir, ring: Path) -> None:
     writer, reader = RingWriter(ring, "target_0"), RingReader(ring, "trainer_0")
     reader.rewind(0)

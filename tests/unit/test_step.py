@@ -143,8 +143,23 @@ def test_a_nan_inside_the_slot_is_skipped_counted_and_kept_out_of_the_means() ->
     train_step(state, make_batch(), seq=1, pass_idx=0)
     figures = state.metrics.read()
     assert figures["skipped"] == 1 and figures["steps"] == 2
-    assert math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])
     assert not torch.equal(before, state.optimizer.weights)
+    alone = make_state()
+    train_step(alone, make_batch(), seq=1, pass_idx=0)
+    counts = ("skipped", "steps", "tokens", "supervised", "anchors_asked")
+    for name, value in alone.metrics.read().items():
+        assert math.isfinite(value) and (name in counts or figures[name] == value), name
+
+
+def test_a_drafter_that_has_diverged_is_right_about_nothing() -> None:
+    state = make_state(lr=1e30)
+    for seq in range(3):
+        train_step(state, make_batch(), seq=seq, pass_idx=0)
+    state.metrics.read()
+    train_step(state, make_batch(), seq=3, pass_idx=0)
+    figures = state.metrics.read()
+    assert figures["skipped"] == 1
+    assert all(math.isnan(figures[name]) for name in ("loss", "accuracy", "tau_anchor"))
 
 
 # ---- what is trained is what is served -------------------------------------------------------
