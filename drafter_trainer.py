@@ -54,15 +54,18 @@ def run(run_dir: Path) -> int:
     # Named once, as target worker 0 does: the name changes with the target's directory.
     texts_file, texts = heldout_file(config, prepared, arch), list[Text]()
     fields = slot_fields(config, arch)
-    trace = RunDir(run_dir).traces / "trainer_0.json" if config.run.trace else None
-    spans = Spans(trace, config.drafter.device)
     on_gpu = config.drafter.device == "cuda"
-    feed = Feed(slot_shapes(config, arch), "cuda", spans) if on_gpu else None
-    if feed is not None:
-        warm_up(state, feed.batch)  # takes a minute at new shapes; a party of the ring would beat
     verify = config.ring.verify and not on_gpu  # there the copy is summed, on the device
     ring = RingReader(config.ring.path, "trainer_0", fields=fields, verify=verify)
-    ring.rewind(state.slot)
+    ring.rewind(state.slot)  # first of all: from now on the target workers fill what we will take
+    trace = RunDir(run_dir).traces / "trainer_0.json" if config.run.trace else None
+    spans = Spans(trace, config.drafter.device)
+    feed = Feed(slot_shapes(config, arch), "cuda", spans) if on_gpu else None
+    if feed is not None:
+        log.info("compiling and capturing the step: a minute at shapes that are new here")
+        with ring.beating():
+            warm_up(state, feed.batch)
+        child.check_stop()
     slots: CopiedSlots | PageSlots = (
         PageSlots(ring, config, arch, spans)
         if feed is None

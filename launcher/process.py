@@ -23,6 +23,7 @@ from types import FrameType
 from .child import NOTIFY_FD
 
 PR_SET_PDEATHSIG = 1
+TAIL_BYTES = 64 << 10
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 HINTS = {
     signal.SIGKILL: "the kernel's out-of-memory killer, or someone's kill -9",
@@ -144,9 +145,9 @@ class Child:
         os.close(self._pipe)
 
     def last_lines(self, count: int) -> list[str]:
-        """Of its log."""
+        """Of its log, as far as they lie in its last TAIL_BYTES."""
         with self.program.log.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 200 * count))
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
             return log.read().decode(errors="replace").splitlines()[-count:]
 
     def how_it_ended(self) -> str:

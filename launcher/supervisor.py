@@ -215,7 +215,7 @@ class Supervisor:
             self._screen.error(f"{failure.name} {failure.how}")
         else:
             self._report(child, failure.how)
-        if self._trainer.alive:
+        if self._trainer.alive and self._trainer.ready is not None:
             self._screen.line("ending trainer_0, which saves first")
         self._end_trainer()
         self._end_targets()
@@ -232,8 +232,12 @@ class Supervisor:
             self._screen.error(f"  | {line}")
 
     def _end_trainer(self) -> None:
-        """SIGTERM, and time to save. Killed after supervise.stop_s or at the second signal."""
+        """SIGTERM, and time to save. Killed after supervise.stop_s, at the second signal, or at
+        once before READY: then it compiles, which nothing interrupts, and has nothing to save."""
         self._on_stopping()
+        self._hear()
+        if self._trainer.ready is None:
+            self._trainer.kill()
         self._trainer.signal(signal.SIGTERM)
         deadline = time.monotonic() + self._limits.stop_s
         while self._trainer.alive and not self._signals.now:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,6 +33,8 @@ from .waiting import FIRST_WAIT_S, LONGEST_WAIT_S, Bells
 
 T = TypeVar("T")
 Stop = Callable[[], bool] | None
+BEAT_S = 1.0
+"""Between two signs of life of `beating`."""
 NUMPY_DTYPES = {"bf16": np.uint16, "f32": np.float32, "i64": np.int64, "bool": np.bool_}
 
 
@@ -139,6 +143,25 @@ class Party:
             self._segment.check_place()
         if reap_due(self._view.meta, now):
             self._reap()
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Beats from a thread, around one long call that cannot beat by itself. It says no more
+        than that the process lives: whoever waits for the call needs a time limit of his own."""
+        over = threading.Event()
+
+        def beat() -> None:
+            with suppress(RingError):  # the next call on this ring will say so
+                while not over.wait(BEAT_S):
+                    self.beat()
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def _reap(self) -> None:
         """By one party at a time. CTRL alone makes it safe: a stopped reaper is passed over."""

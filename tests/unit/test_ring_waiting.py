@@ -188,3 +188,20 @@ def test_a_word_of_padding_is_never_a_payload() -> None:
     assert all((a != b).any() for i, a in enumerate(pages) for b in pages[:i])
     assert np.unique(pages[0]).size > 100
     assert QUARANTINE_S == 0.05
+
+
+def test_a_long_call_shows_signs_of_life_from_a_thread(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it ends, and no exception of the thread's own where the ring goes away."""
+    monkeypatch.setattr("shm_ring.party.BEAT_S", 0.001)
+    reader = reader_of(path)
+    with reader.beating():
+        reader._record.beat(0)  # as if it were silent since the machine's start
+        until(lambda: snapshot(path).parties[0].heartbeat_age_s < 10)
+    assert threading.active_count() == 1
+    with reader.beating():
+        destroy(path, force=True)
+        until(lambda: threading.active_count() == 1)
+    with pytest.raises(RingMissing):
+        until(lambda: reader.beat() is not None)

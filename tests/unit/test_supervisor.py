@@ -207,6 +207,25 @@ def test_the_first_signal_saves_and_stops(
     assert (tmp_path / "saved").exists()
 
 
+@pytest.mark.parametrize("target", [PATIENT_TARGET, "os.kill(os.getppid(), signal.SIGTERM)"])
+def test_a_trainer_that_is_not_ready_is_not_waited_for(
+    supervise: Callable[..., int], capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    """It compiles, hears no signal, and has nothing to save: not when the user stops it, not when
+    the other half has failed."""
+    ends = target != PATIENT_TARGET
+    trainer = f"""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path("up").write_text("yes")
+    {"" if ends else "os.kill(os.getppid(), signal.SIGTERM);"} sleep_forever()
+    """
+    if ends:
+        target = 'while not Path("up").exists(): time.sleep(0.01)\nraise SystemExit(1)'
+    assert supervise(trainer, target, stop_s=3600) == (1 if ends else 143)
+    said = "".join(capsys.readouterr())
+    assert "save" not in said.replace("saving and stopping", "")
+
+
 def test_the_same_signal_twice_at_once_counts_once(
     supervise: Callable[..., int], tmp_path: Path
 ) -> None:
@@ -312,6 +331,14 @@ def test_a_child_has_its_own_session_and_environment(tmp_path: Path) -> None:
     child = Child.start(Program("c", argv, tmp_path / "log", {"OMP_NUM_THREADS": "3"}))
     assert child.wait(20)
     assert child.last_lines(5) == ["True 3"]
+    child.close()
+
+
+def test_a_long_line_of_a_log_is_shown_from_its_start(tmp_path: Path) -> None:
+    source = PRELUDE + 'print("first"); print("data.path: " + "a name " * 300)'
+    child = Child.start(Program("c", (sys.executable, "-c", source), tmp_path / "log", {}))
+    assert child.wait(20)
+    assert child.last_lines(1) == ["data.path: " + "a name " * 300]
     child.close()
 
 
