@@ -33,7 +33,8 @@ class Section(BaseModel):
 Dtype = Literal["float32", "bfloat16"]
 LayerType = Literal["full_attention", "sliding_attention"]
 Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Threads = Annotated[int, Field(ge=1, le=1024)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -89,7 +90,7 @@ class TargetConfig(Section):
     """A directory, a hub name, a .gguf file, or `package:NAME/FILE.gguf` for a package's file."""
     dtype: Dtype = "bfloat16"
     device: Literal["cpu", "cuda"] = "cpu"
-    threads: Count = 1
+    threads: Threads = 1
     """CPU threads of one target worker."""
     taps: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
     """0-based ids of the captured layers; None: `num_taps` of them by DFlash's spacing."""
@@ -105,7 +106,7 @@ class DrafterConfig(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Dtype = "bfloat16"
     """Of the forward and backward; the optimizer's masters are always float32."""
-    threads: Count = 1
+    threads: Threads = 1
     num_layers: Count = 5
     block_size: Annotated[int, Field(ge=2, le=64)] = 16
     """The anchor and block_size - 1 masked positions."""
@@ -114,7 +115,7 @@ class DrafterConfig(Section):
     num_attention_heads: Count | None = None
     num_key_value_heads: Count | None = None
     head_dim: Annotated[int, Field(ge=2, le=256, multiple_of=2)] | None = None
-    intermediate_size: Count | None = None
+    intermediate_size: Annotated[int, Field(ge=1, le=2**20)] | None = None
     """None in these four: as the target's (head_dim at most 128; where it has experts alone, no
     FFN, 3 * hidden_size, as published drafters for such targets)."""
     attention_bias: bool = False
@@ -174,7 +175,7 @@ class TrainConfig(Section):
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 6e-4
     warmup: Share = 0.04
     """Share of the steps; then a cosine to zero."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     betas: tuple[Share, Share] = (0.9, 0.95)
     clip: Positive = 1.0
     log_every: Count = 10
@@ -199,7 +200,7 @@ class EvalConfig(Section):
     dtype: Dtype | None = None
     """Of target and drafter in `eval`; None: each its own. float32 decodes without ties, and on
     most CPUs faster than bfloat16."""
-    threads: Count = 2
+    threads: Threads = 2
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between two measurements of tau_walk and ddtree_len@N in the run itself, on the
     target's own answers to these prompts; 0: never. A multiple of train.log_every."""

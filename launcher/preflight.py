@@ -205,6 +205,10 @@ def check_early(config: Config) -> None:
     if not config.ring.path.parent.is_dir():
         raise ConfigError(f"ring.path: {config.ring.path.parent}: no such directory")
     ring = config.ring.path
+    if ring.is_mount():
+        raise ConfigError(
+            f"ring.path: {ring} is a file system of its own: name a new directory inside it"
+        )
     if ring.is_dir():
         foreign = any(ring.iterdir()) and not (ring / "meta.bin").exists()
     else:

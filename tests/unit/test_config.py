@@ -92,6 +92,8 @@ def test_template_kwargs_come_from_overrides_and_survive_a_round_trip(tmp_path: 
         ),
         ({"run": {"name": "a/b"}}, ["run.name", "a/b"]),
         ({"train": {"lr": float("inf")}}, ["train.lr", "finite"]),
+        ({"train": {"weight_decay": float("inf")}}, ["train.weight_decay", "finite"]),
+        ({"supervise": {"stall_s": float("inf")}}, ["supervise.stall_s", "finite"]),
         ({"ring": {"quarantine_s": 4000}}, ["ring.quarantine_s", "3600"]),
         ({"target": {"taps": []}}, ["target.taps", "at least 1"]),
         ({"data": {"path": "random:9x8"}}, ["data.path random:9x8", "target.random_weights=true"]),

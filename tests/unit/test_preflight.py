@@ -141,6 +141,8 @@ def test_a_missing_data_file_or_ring_directory_is_refused(tmp_path: Path) -> Non
     for foreign in (tmp_path, tmp_path / "data.jsonl"):
         with pytest.raises(ConfigError, match=r"ring\.path: .* is no ring: name a new directory"):
             check_early(config_of(tmp_path, ring={"path": str(foreign)}))
+    with pytest.raises(ConfigError, match=r"ring\.path: /dev/shm is a file system of its own"):
+        check_early(config_of(tmp_path, ring={"path": "/dev/shm"}))
 
 
 def test_cuda_without_a_gpu_is_refused(tmp_path: Path, target_dir: Path) -> None:
