@@ -39,7 +39,7 @@ def save(directory: Path, family: str) -> Path:
 
     config = tiny_config(family)
     config.hidden_size, config.intermediate_size, config.head_dim = 256, 512, 64
-    if family == "qwen3_5":
+    if family.startswith("qwen3_5"):
         config.linear_key_head_dim = config.linear_value_head_dim = 64
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
@@ -91,6 +91,19 @@ def test_fused_layers_are_as_near_to_float32_as_the_stock_ones(family: str, tmp_
     print(f"{family}: fused {distance(fused, exact):.2e}, stock {distance(stock, exact):.2e}")
     assert distance(fused, exact) < 1.25 * distance(stock, exact) < 5e-2
     assert distance(fused, alone) < 5e-2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5", "qwen3_5_moe"])
+def test_the_host_queues_a_slots_forward_without_waiting(family: str, tmp_path: Path) -> None:
+    target, docs = load(save(tmp_path, family), torch.bfloat16, "cuda"), documents()
+    assert target.fast is not None
+    first = capture(target, docs)  # kernels are compiled, and fla's tuned
+    states = [torch.empty(sum(LENGTHS), 256 * n, dtype=target.dtype, device="cuda") for n in (3, 1)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    target.capture(docs, *states)
+    torch.cuda.set_sync_debug_mode("default")
+    assert distance(torch.cat(states, dim=1).float().cpu(), first) < 2e-2
 
 
 def test_the_recurrence_kernel_equals_the_torch_one(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Four families of targets, each through the whole job: capture, training, export, decoding."""
+"""Families of targets, each through the whole job: capture, training, export, decoding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dflash.prepare import load_tokenizer
 ASKED = "w10 w11 w12"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", (*FAMILIES, "qwen3_moe"))
 def test_a_family_trains_exports_and_decodes_without_loss(family: str, tmp_path: Path) -> None:
     """The trained document is the target's own answer, so the exported drafter must draft it."""
     prompt_text = f"w4 {ASKED} w5"

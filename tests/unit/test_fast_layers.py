@@ -24,22 +24,11 @@ KNOWN = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe")
 
 
 def known_config(family: str) -> Any:
-    if family in ("llama", "qwen3", "qwen3_5"):
+    if family != "qwen2":
         return tiny_config(family)
-    sizes = tiny_config("qwen3_5" if family == "qwen3_5_moe" else "qwen3").to_dict()
+    sizes = tiny_config("qwen3").to_dict()
     sizes.pop("model_type")
-    experts = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 16,
-    }
-    kinds = {
-        "qwen2": transformers.Qwen2Config,
-        "qwen3_moe": transformers.Qwen3MoeConfig,
-        "qwen3_5_moe": transformers.Qwen3_5MoeTextConfig,
-    }
-    return kinds[family](**sizes | (experts if family.endswith("moe") else {}))
+    return transformers.Qwen2Config(**sizes)
 
 
 @pytest.fixture(params=KNOWN)

@@ -35,6 +35,9 @@ def tiny_config(family: str) -> Any:
         return transformers.LlamaConfig(**sizes, tie_word_embeddings=False)
     if family == "qwen3":
         return transformers.Qwen3Config(**sizes, tie_word_embeddings=True)
+    if family == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        return transformers.Qwen3MoeConfig(**sizes, **experts, tie_word_embeddings=True)
     if family == "gemma3":
         return transformers.Gemma3TextConfig(
             **sizes,
@@ -81,17 +84,27 @@ def tiny_config(family: str) -> Any:
         return transformers.MiniMaxConfig(
             **sizes, head_dim=8, num_local_experts=2, block_size=16, layer_types=kinds
         )
+    hybrid = {
+        "head_dim": 8,
+        "tie_word_embeddings": False,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    if family == "qwen3_5_moe":
+        del sizes["intermediate_size"]
+        return transformers.Qwen3_5MoeTextConfig(
+            **sizes,
+            **hybrid,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=16,
+        )
     assert family == "qwen3_5"
-    return transformers.Qwen3_5TextConfig(
-        **sizes,
-        head_dim=8,
-        tie_word_embeddings=False,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-    )
+    return transformers.Qwen3_5TextConfig(**sizes, **hybrid)
 
 
 def save_tiny(directory: Path, family: str, seed: int = 0) -> Path:
