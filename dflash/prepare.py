@@ -122,24 +122,23 @@ def _tokenizer(config: Config, target_dir: Path) -> Any:
     try:
         return load_tokenizer(target_dir)
     except ConfigError as error:
-        cure = ": give data.path=random:COUNTxTOKENS" if config.target.random_weights else ""
+        cure = ", or give data.path=random:COUNTxTOKENS" if config.target.random_weights else ""
         raise ConfigError(f"{error}{cure}") from None
 
 
 def load_tokenizer(target_dir: Path) -> Any:
     from transformers import AutoTokenizer
 
+    from .target_files import hub_name, one_line
+
     if not any((target_dir / name).exists() for name in TOKENIZER_FILES):
         # transformers would make an empty one of the model's type
         raise ConfigError(
-            f"target.model: {target_dir}: no usable tokenizer: it has no files of one"
+            f"target.model: {hub_name(target_dir)}: no usable tokenizer: it has no files of one: "
+            "fetch the whole repository, or copy tokenizer.json and tokenizer_config.json there"
         )
-    try:
-        return AutoTokenizer.from_pretrained(target_dir)
-    except (OSError, ValueError, LookupError, TypeError) as error:  # also where a key is missing
-        raise ConfigError(
-            f"target.model: {target_dir}: no usable tokenizer: {' '.join(str(error).split())[:200]}"
-        ) from None
+    with one_line(f"{target_dir}: no usable tokenizer"):
+        return AutoTokenizer.from_pretrained(target_dir, trust_remote_code=False)
 
 
 def stop_ids(target: TargetArch, tokenizer: Any) -> tuple[int, ...]:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from .arch import TargetArch
-from .config import ConfigError
 from .model import FrozenEnds
+from .target_files import one_line
 
 SEED = 0
 """Of what a family draws for itself beside its matrices (decay rates of recurrent layers)."""
@@ -37,16 +37,11 @@ def random_model(directory: str | Path, dtype: torch.dtype, device: str | torch.
     from transformers import AutoConfig, AutoModelForCausalLM
 
     arch = TargetArch.read(directory)
-    try:
-        config = AutoConfig.from_pretrained(directory)
+    with one_line(f"{directory}: not a causal LM that transformers knows"):
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         with torch.random.fork_rng(), torch.device(device):
             torch.manual_seed(SEED)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (ValueError, KeyError, OSError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"target.model: {directory}: not a causal LM that transformers knows: {reason}"
-        ) from None
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     ends = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
     for name, parameter in model.named_parameters():
         own = parameter.ndim < 2 or name.endswith(OWN_START)

@@ -32,7 +32,7 @@ from .config import ConfigError
 from .fast_layers import FastLayers
 from .model import FrozenEnds
 from .random_target import random_model
-from .target_files import load_ends, resolve_target
+from .target_files import STRICT, load_ends, one_line, refuse_incomplete, resolve_target
 
 __all__ = ["CaptureError", "MicroBatch", "Target", "load_ends", "micro_batches", "resolve_target"]
 
@@ -120,6 +120,7 @@ class Target:
         self.backbone = text_backbone(model)
         self.layers = decoder_layers(self.backbone, arch)
         self.cache_name = cache_argument(self.backbone)
+        self.short_length = short_length(self.backbone.config)
         bad = [tap for tap in self.taps if not 0 <= tap < len(self.layers)]
         if bad or not self.taps:
             raise ConfigError(
@@ -196,7 +197,13 @@ class Target:
         """How `capture` cuts documents of these lengths."""
         longest = max(self.arch.max_position_embeddings, *lengths)
         share = CALL_SHARE if self.fast is None else FAST_CALL_SHARE
-        return micro_batches(lengths, self.micro_batch_tokens, longest, share)
+        long = [i for i, length in enumerate(lengths) if length > self.short_length]
+        short = [i for i, length in enumerate(lengths) if length <= self.short_length]
+        found = []
+        for part, limit in ((long, longest), (short, self.short_length)):
+            cut = micro_batches([lengths[i] for i in part], self.micro_batch_tokens, limit, share)
+            found += [MicroBatch(tuple(part[i] for i in b.documents), b.length) for b in cut]
+        return found
 
     def _forward(
         self,
@@ -274,14 +281,12 @@ def load_model(directory: str | Path, dtype: torch.dtype, device: str | torch.de
     device = torch.device(device)
     # To a GPU shard by shard, past the host's memory; that needs `accelerate`.
     device_map = None if device.type == "cpu" else {"": device}
-    try:
+    with one_line(f"{directory}: not loadable as a causal LM"):
         # dtype here, not .to(dtype): that would also round the rotary frequencies.
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map=device_map)
-    except (ValueError, KeyError, OSError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"target.model: {directory}: not loadable as a causal LM: {reason}"
-        ) from None
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, device_map=device_map, **STRICT
+        )
+    refuse_incomplete(directory, info)
     if device.type == "cpu":
         _use_torch_functions(model)
     return model
@@ -336,6 +341,19 @@ def decoder_layers(backbone: nn.Module, arch: TargetArch) -> nn.ModuleList:
     raise ConfigError(
         f"target.model: {type(backbone).__name__} has no list of {arch.num_layers} decoder layers"
     )
+
+
+def short_length(config: Any) -> int:
+    """Tokens up to which a padded row gets LongRoPE's short factors, 0 without LongRoPE. Longer
+    rows get others at every position, so a short document must not be padded beyond it."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else rope.values()  # or one for each kind of layer
+    lengths = {
+        kind["original_max_position_embeddings"]
+        for kind in kinds
+        if isinstance(kind, dict) and kind.get("rope_type") == "longrope"
+    }
+    return min(lengths, default=0)
 
 
 def cache_argument(backbone: nn.Module) -> str:

