@@ -107,11 +107,11 @@ class TargetArch:
         try:
             parameters, width = count_parameters(text, tied), layer_width(text)
             delta_layers = count_delta_layers(text)
-        except (KeyError, IndexError, TypeError) as error:
+            eos = _ids(text.get("eos_token_id", outer.get("eos_token_id"))) + _ids(stops)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"target.model: its config.json does not fit together: {error!r}"
             ) from None
-        eos = _ids(text.get("eos_token_id", outer.get("eos_token_id"))) + _ids(stops)
         return cls(
             model_type=model_type,
             architecture=architecture,
@@ -165,7 +165,8 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _ids(value: Any) -> list[int]:
-    return list(value) if isinstance(value, list | tuple) else [] if value is None else [int(value)]
+    several = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    return [int(one) for one in several]
 
 
 def _rope_theta(text: dict[str, Any]) -> float:

@@ -101,6 +101,15 @@ class TargetConfig(Section):
     """For benchmarks only: random weights in the model's shapes, so that its config.json is all
     that is needed of it. The drafter is worth nothing."""
 
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TargetConfig:
+        default = type(self).model_fields["num_taps"].default  # a run's own config.yaml has it
+        if self.taps is not None and self.num_taps not in (len(self.taps), default):
+            raise ValueError(
+                f"num_taps {self.num_taps} beside the {len(self.taps)} of taps: say one of the two"
+            )
+        return self
+
 
 class DrafterConfig(Section):
     device: Literal["cpu", "cuda"] = "cpu"

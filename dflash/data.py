@@ -250,10 +250,14 @@ class _Builder:
         heldout = [pair for key, pair in self.heldout.items() if key not in self.trained_prompts]
         options = self.options
         if not self.documents:
+            kept, cure = "", "give more data"
+            if self.truncated:
+                kept = f" in the {options.max_tokens} that a slot or the target's context holds"
+                cure = "give shorter ones, raise ring.max_tokens"
             raise ConfigError(
                 f"data.path: {path}: none of {self.conversations} conversations is left to train "
                 f"on ({self.too_few} have fewer than {options.min_supervised_tokens} trained "
-                f"tokens, {self.heldout_conversations} are held out): give more data, or lower "
+                f"tokens{kept}, {self.heldout_conversations} are held out): {cure}, or lower "
                 "data.min_supervised_tokens or data.heldout"
             )
         if options.heldout > 0 and not heldout:

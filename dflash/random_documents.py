@@ -27,6 +27,12 @@ class RandomDocuments:
     shortest: int
     longest: int
 
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        if self.shortest == self.longest:
+            return f"random:{self.count}x={self.longest}"
+        return f"random:{self.count}x{2 * self.shortest - (self.longest < 3 * self.shortest)}"
+
     @classmethod
     def parse(cls, path: str | Path) -> RandomDocuments | None:
         """None where `path` names a file. Raises ValueError for another form of `random:`."""

@@ -338,9 +338,9 @@ def test_a_dead_ring_counts_as_room_and_a_live_one_does_not(
 
 
 def test_warnings_name_what_is_perhaps_not_meant(tmp_path: Path, target_dir: Path) -> None:
-    config = config_of(tmp_path, target={"threads": 4000}, eval={"prompts": 9})
+    config = config_of(tmp_path, target={"threads": 1024}, eval={"prompts": 9})
     warnings = facts_of(config, target_dir).warnings()
-    assert warnings[0].startswith("4001 threads on ")
+    assert warnings[0].startswith("1025 threads on ")
     assert warnings[1].startswith("eval.prompts 9: only 3 conversations are held out")
 
 

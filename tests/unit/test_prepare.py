@@ -130,6 +130,10 @@ def test_a_named_mask_token_is_used(tmp_path: Path) -> None:
         ({"drafter": {"mask_token": END}}, "drafter.mask_token: '<|im_end|>' is a stop token"),
         ({"drafter": {"mask_token": 9999}}, "drafter.mask_token: 9999 is outside the vocabulary"),
         ({"data": {"min_supervised_tokens": 500}}, "none of 80 conversations is left to train on"),
+        (
+            {"target": {"num_taps": 3}},
+            "target: num_taps 3 beside the 2 of taps: say one of the two",
+        ),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(
@@ -153,7 +157,8 @@ def test_a_target_without_a_tokenizer_is_refused(
         if file.suffix != ".safetensors" and file.name != "config.json":
             file.unlink()
     assert main([str(config), str(tmp_path / "out.json")]) == 2
-    assert "no usable tokenizer" in capsys.readouterr().err
+    line = capsys.readouterr().err
+    assert "no usable tokenizer: it has no files of one: fetch the whole repository" in line
 
 
 @pytest.mark.parametrize(
@@ -165,6 +170,7 @@ def test_a_target_without_a_tokenizer_is_refused(
         ("config.json", b'{"num_attention_heads": "4"}', "num_attention_heads '4'"),
         ("generation_config.json", b"{", "generation_config.json cannot be read"),
         ("tokenizer.json", b"{}", "no usable tokenizer"),
+        ("generation_config.json", b'{"eos_token_id": "x"}', "does not fit together: ValueError"),
     ],
 )
 def test_a_damaged_target_is_refused_in_one_line(

@@ -46,6 +46,8 @@ def test_the_two_forms_and_files() -> None:
     assert RandomDocuments.parse("random:4096x550") == RandomDocuments(4096, 275, 825)
     assert RandomDocuments.parse("random:4096x=550") == RandomDocuments(4096, 550, 550)
     assert RandomDocuments.parse("data/random.jsonl") is None
+    for form in ("random:40x2", "random:40x7", "random:40x550", "random:40x=1", "random:40x=4096"):
+        assert str(RandomDocuments.parse(form)) == form
     for wrong in ("random:", "random:0x5", "random:5x0", "random:5x-3", "random:5x5x5", "random:5"):
         with pytest.raises(ValueError, match="are written random:COUNTxTOKENS"):
             RandomDocuments.parse(wrong)
@@ -90,3 +92,14 @@ def test_the_same_path_gives_the_same_documents_and_another_others(tmp_path: Pat
 def test_documents_without_enough_trained_tokens_are_refused_as_real_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="none of 9 conversations is left to train on"):
         prepare(config_of(tmp_path, "random:9x=8", min_supervised_tokens=8))
+
+
+def test_those_whose_prompt_fills_a_slot_are_refused_by_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        prepare(config_of(tmp_path, "random:9x=4096"))
+    assert str(error.value) == (
+        "data.path: random:9x=4096: none of 9 conversations is left to train on (9 have fewer than "
+        "4 trained tokens in the 64 that a slot or the target's context holds, 0 are held out): "
+        "give shorter ones, raise ring.max_tokens, or lower data.min_supervised_tokens or "
+        "data.heldout"
+    )
