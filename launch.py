@@ -119,15 +119,18 @@ def _become(module: str, what: str, args: list[str]) -> NoReturn:
     os.execve(sys.executable, command, {**os.environ, **module_env()})
 
 
-@app.command(context_settings=PASS_ON)
+@app.command(context_settings=PASS_ON | {"help_option_names": []})
 def bench(
     context: typer.Context,
     what: Annotated[str, typer.Argument(metavar="ring|target|drafter|pipeline")],
-) -> NoReturn:
+) -> None:
     """Measure one part on this machine; --json FILE keeps the figures.
 
-    Passes on the rest: `python -m benchmarks.ring --help` explains it.
+    Passes on the rest: `launch.py bench ring --help` explains it, and so on for each.
     """
+    if what in ("-h", "--help"):
+        print(context.get_help())
+        return
     from launcher.rundir import ROOT
     from launcher.session import module_env
 

@@ -238,7 +238,9 @@ def machine() -> Figures:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="launch.py bench ring", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--quick", action="store_true", help="a few seconds, rough figures")
     parser.add_argument("--tokens", type=count, default=8192, help="of a payload slot, 10 KiB each")
     parser.add_argument("--json", type=new_file, help="write all measurements there")
