@@ -5,17 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def commit() -> str | None:
-    """`-dirty` where the files differ from it. None without git."""
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
+    """This checkout's, with `-dirty` where the files differ from it. None outside a checkout."""
+    if not (ROOT / ".git").exists():
+        return None
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
     return found.stdout.strip() or None
+
+
+def line(result: Mapping[str, Any], columns: Mapping[str, str]) -> str:
+    """A result to read: the named figures in their formats, `-` where there is none."""
+    return " ".join(
+        f"{name}={'-' if result[name] is None else how.format(result[name])}"
+        for name, how in columns.items()
+    )
 
 
 def keep(results: Sequence[dict[str, Any]], path: Path | None) -> None:

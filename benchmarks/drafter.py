@@ -1,10 +1,11 @@
 """The drafter's training step on a GPU: time, floor, memory, launches, gaps, host time, syncs.
 
-    python -m benchmarks.drafter --shapes 27b --loss kl --mode graph --json FILE
-    python -m benchmarks.drafter CONFIG
+    python launch.py bench drafter --shapes 27b --loss kl --mode graph --json FILE
+    python launch.py bench drafter CONFIG [SECTION.KEY=VALUE ...] [--slot DIRECTORY]
 
-Random states, random weights, equal documents, every token supervised: the same work as a full
-slot. `launch.py bench drafter` is the same program.
+Random weights; random states under equal documents, every token supervised: the same work as a full
+slot. Or a slot that a run has recorded, as full as that one was: its directory in the ring, or a
+copy. Neither needs the target's weights. `python -m benchmarks.drafter` is the same program.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from torch.profiler import ProfilerActivity, profile
 from dflash.anchors import documents, hash_keys, sample_anchors, valid_anchors
 from dflash.arch import DrafterArch
 from dflash.block_attention import context_range
+from dflash.config import Config, ConfigError
 from dflash.model import DFlashDrafter, FrozenEnds
 from dflash.step import DTYPES, Batch, TrainState, draw, masks, train_step
 
-from . import commit, count, keep, new_file
+from . import commit, count, keep, line, new_file
 from .load import NEIGHBOURS, Chip, chip_figures, read_chip
-from .shapes import SHAPES, Case, floor_s, step_flop
+from .recorded import recorded_slot, to_device
+from .shapes import SHAPES, Case, Work, floor_s, has_ceilings, step_flop
 
 WARM_UP_S = 2.0
 """Of steps in a row before any is timed: matmuls run a tenth faster for a second after a pause."""
@@ -81,26 +84,36 @@ def random_batch(case: Case) -> Batch:
         )
 
 
-def seen_pairs(arch: DrafterArch, batch: Batch, num_anchors: int, seed: int = 0) -> float:
-    """(row, key) pairs that the masks of all layers let through, of the first step's draw."""
+def given_work(arch: DrafterArch, batch: Batch, config: Config) -> Work:
+    """What the batch gives the run's first step to do."""
     tokens, block = len(batch.ids_T), arch.block_size
     doc_T = documents(batch.lens_D, batch.total_tok, tokens)
-    keys_T = hash_keys(seed, 0, 0, tokens, doc_T.device)
-    anchors = sample_anchors(keys_T, valid_anchors(batch.lm_T, doc_T), doc_T, num_anchors)
+    keys_T = hash_keys(config.run.seed, 0, 0, tokens, doc_T.device)
+    valid_T = valid_anchors(batch.lm_T, doc_T)
+    anchors = sample_anchors(keys_T, valid_T, doc_T, config.num_anchors)
     low_A, high_A = context_range(anchors, batch.lens_D)
-    total = 0.0
+    length_A1, valid = (high_A - low_A)[:, None], int(anchors.valid_A.sum())
+    offset_K, pairs = torch.arange(block, device=doc_T.device), 0
     for layer in range(arch.num_layers):
-        window = arch.layer_window(layer)
-        length_A = (high_A - low_A).double()
-        seen_A = length_A if window is None else length_A.clamp_max(window - block / 2)
-        own = (block + 1) / 2 if arch.layer_causal(layer) else block
-        total += float((seen_A + own).sum()) * block
-    return total
+        window = arch.layer_window(layer) or tokens + block
+        reach_K = (window - 1 - offset_K).clamp_min(0)
+        own = block * (block + 1) // 2 if arch.layer_causal(layer) else block * block
+        pairs += int(length_A1.minimum(reach_K).sum()) + own * valid
+    return Work(int(batch.total_tok), valid, pairs)
 
 
-def measure(case: Case, steps: int, kernels: int, beside: list[str]) -> dict[str, Any]:
-    config, arch = case.config, case.arch
-    state, batch = random_state(case), random_batch(case)
+def documents_of(batch: Batch) -> dict[str, int]:
+    """How many, and their tokens in the mean."""
+    count = int((batch.lens_D > 0).sum())
+    return {"documents": count, "document_tokens": round(int(batch.total_tok) / count)}
+
+
+def measure(
+    case: Case, recorded: Batch | None, steps: int, kernels: int, beside: list[str]
+) -> dict[str, Any]:
+    config, arch, gpu = case.config, case.arch, torch.cuda.get_device_name()
+    state = random_state(case)
+    batch = random_batch(case) if recorded is None else to_device(recorded, config.drafter.device)
     torch.cuda.reset_peak_memory_stats()
     start_s = time.monotonic()
     for seq in range(3):
@@ -117,15 +130,16 @@ def measure(case: Case, steps: int, kernels: int, beside: list[str]) -> dict[str
     train_step(state, batch, seq=0, pass_idx=2)
     host_s = time.monotonic() - start_s
     torch.cuda.synchronize()
-    flop = step_flop(arch, config, seen_pairs(arch, batch, config.num_anchors))
+    work = given_work(arch, batch, config)
+    flop = step_flop(arch, config, work)
     figures = state.metrics.read()
-    floor = floor_s(arch, config, flop)
+    floor = floor_s(arch, config, work) if has_ceilings(gpu) else None
     launches, table = count_kernels(state, batch, kernels)
     busy, profiled_s = profile_gaps(state, batch, max(3, math.ceil(PROFILED_S / step_s)))
     peak_gib = torch.cuda.max_memory_allocated() / 2**30
     return {
         "bench": "drafter",
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": gpu,
         "torch": torch.__version__,
         "command": "python -m benchmarks.drafter " + " ".join(sys.argv[1:]),
         "commit": commit(),
@@ -133,13 +147,17 @@ def measure(case: Case, steps: int, kernels: int, beside: list[str]) -> dict[str
         "loss": config.train.loss,
         "mode": config.step_mode,
         "head_float8": config.step.head_float8,
+        "slot": "random" if recorded is None else "recorded",
+        "tokens": work.tokens,
+        **documents_of(batch),
+        "anchors": work.anchors,
         "step_s": step_s,
         "step_s_min": min(times),
         "step_s_max": max(times),
-        "tok_per_s": config.ring.max_tokens / step_s,
+        "tok_per_s": work.tokens / step_s,
         "tflop_per_s": flop / step_s / 1e12,
         "floor_s": floor,
-        "share_of_floor": floor / step_s,
+        "share_of_floor": None if floor is None else floor / step_s,
         "peak_gib": peak_gib,
         "launches": launches,
         "busy_share": busy,
@@ -249,6 +267,10 @@ COLUMNS = {
     "loss": "{}",
     "mode": "{}",
     "head_float8": "{}",
+    "slot": "{}",
+    "tokens": "{:,}",
+    "documents": "{:,}",
+    "document_tokens": "{:,}",
     "step_s": "{:.4f}",
     "tok_per_s": "{:,.0f}",
     "tflop_per_s": "{:.0f}",
@@ -266,13 +288,33 @@ COLUMNS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="launch.py bench drafter", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("config", type=Path, nargs="?", help="a run's config, for its shapes")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="instead: published sizes")
-    parser.add_argument("--loss", nargs="+", choices=["ce", "kl"], default=["kl"])
     parser.add_argument(
-        "--mode", nargs="+", choices=["eager", "compiled", "graph"], default=["graph"]
+        "--slot",
+        type=Path,
+        metavar="DIRECTORY",
+        help="with CONFIG: a slot_NNNN of its run's ring, or a copy, instead of random states",
+    )
+    parser.add_argument(
+        "--document-tokens",
+        type=count,
+        metavar="N",
+        help="with CONFIG: of each random document; default: 4096, or ring.max_tokens if less",
+    )
+    parser.add_argument(
+        "--loss", nargs="+", choices=["ce", "kl"], help="default: the config's; kl with --shapes"
+    )
+    parser.add_argument(
+        "--mode",
+        nargs="+",
+        choices=["eager", "compiled", "graph"],
+        help="default: the config's; graph with --shapes",
     )
     parser.add_argument("--float8-head", action="store_true", help="step.head_float8=true")
     parser.add_argument("--steps", type=count, default=10, help="timed, at least")
@@ -286,31 +328,62 @@ def main() -> None:
     )
     parser.add_argument("--kernels", type=int, default=0, help="show so many kernels' times")
     parser.add_argument("--json", type=new_file, help="write all measurements there")
-    args = parser.parse_args()
+    return parser
+
+
+def asked_for(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> list[tuple[Case, Batch | None]]:
+    """All that is to be measured, and the recorded slot, if it is on one. Raises ConfigError."""
     if (args.config is None) == (args.shapes is None):
         parser.error("say a CONFIG or --shapes")
-    if not torch.cuda.is_available():
-        parser.exit(2, "the drafter's step is measured on a CUDA device, and there is none\n")
-    found = []
-    for name, loss, mode in itertools.product(args.shapes or [None], args.loss, args.mode):
-        case = (
-            Case.of_config(args.config, loss, mode)
-            if name is None
-            else SHAPES[name].case(name, loss, mode)
+    if args.shapes and (args.slot or args.document_tokens):
+        parser.error("--slot and --document-tokens are of a CONFIG's ring: not with --shapes")
+    if args.slot and args.document_tokens:
+        parser.error("--document-tokens is of random documents: not with --slot")
+    losses = args.loss or ([None] if args.config else ["kl"])
+    modes = args.mode or ([None] if args.config else ["graph"])
+    cases = [
+        SHAPES[name].case(name, loss, mode)
+        if name is not None
+        else Case.of_config(
+            args.config,
+            args.overrides,
+            loss=loss,
+            mode=mode,
+            document_tokens=args.document_tokens,
         )
-        if args.float8_head:
-            case = case.with_float8_head()
-        found.append(measure(case, args.steps, args.kernels, args.beside))
-        for kernel, ms in found[-1]["kernels_ms"].items():
-            print(f"{ms:9.3f} ms  {kernel}")
-        print(" ".join(f"{k}={v.format(found[-1][k])}" for k, v in COLUMNS.items()))
-        for name in args.beside:
-            print(f"beside busy {name}: {found[-1][f'step_s_beside_{name}']:.4f} s")
-        keep(found, args.json)
-        torch.compiler.reset()  # a function is compiled for at most 8 sets of shapes
-        gc.collect()
-        torch.cuda.empty_cache()
+        for name, loss, mode in itertools.product(args.shapes or [None], losses, modes)
+    ]
+    if args.float8_head:
+        cases = [case.with_float8_head() for case in cases]
+    return [(case, recorded_slot(case, args.slot) if args.slot else None) for case in cases]
+
+
+def main() -> int:
+    parser = options()
+    args = parser.parse_intermixed_args()
+    try:
+        asked = asked_for(parser, args)
+        if not torch.cuda.is_available():
+            parser.exit(2, "the drafter's step is measured on a CUDA device, and there is none\n")
+        found = []
+        for case, recorded in asked:
+            found.append(measure(case, recorded, args.steps, args.kernels, args.beside))
+            for kernel, ms in found[-1]["kernels_ms"].items():
+                print(f"{ms:9.3f} ms  {kernel}")
+            print(line(found[-1], COLUMNS))
+            for name in args.beside:
+                print(f"beside busy {name}: {found[-1][f'step_s_beside_{name}']:.4f} s")
+            keep(found, args.json)
+            torch.compiler.reset()  # a function is compiled for at most 8 sets of shapes
+            gc.collect()
+            torch.cuda.empty_cache()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

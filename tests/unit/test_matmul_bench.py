@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.matmul import Product, products
-from benchmarks.shapes import SHAPES, Shapes, step_flop
+from benchmarks.shapes import SHAPES, Shapes, Work, step_flop
 
 TINY = Shapes(32, 48, 4, 2, 8, 64, 64, 32, 8, 8)
 
@@ -17,7 +17,7 @@ TINY = Shapes(32, 48, 4, 2, 8, 64, 64, 32, 8, 8)
 def test_the_products_are_all_of_a_steps(shapes: Shapes, loss: str) -> None:
     case = shapes.case("any", loss, "graph")
     flop = sum(each.flop * each.times for each in products(case.arch, case.config, "cpu"))
-    assert flop == pytest.approx(step_flop(case.arch, case.config, 0))
+    assert flop == pytest.approx(step_flop(case.arch, case.config, Work.full(case.config)))
 
 
 @pytest.mark.parametrize(

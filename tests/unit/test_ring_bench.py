@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import commit
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -44,3 +46,22 @@ def test_what_cannot_be_written_or_measured_is_refused_before_minutes_of_work() 
     assert "--timeline: /: no file" in refused("pipeline", "x.yaml", "--timeline", "/")
     assert "--seconds: 0: must be more than 0" in refused("pipeline", "x.yaml", "--seconds", "0")
     assert "--slots: 0: must be at least 1" in refused("target", "x.yaml", "--slots", "0")
+
+
+def test_the_commit_is_this_checkout_s_wherever_the_bench_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    git("init", "--quiet")
+    name = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    git(*name, "commit", "--quiet", "--allow-empty", "--message", "another project")
+    monkeypatch.chdir(tmp_path)
+    ours = None
+    if (ROOT / ".git").exists():
+        ours = git("-C", str(ROOT), "describe", "--always")
+    found = commit()
+    assert (found and found.removesuffix("-dirty")) == ours

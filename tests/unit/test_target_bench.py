@@ -41,6 +41,44 @@ def test_the_operations_are_those_that_torch_counts(family: str, loss: str, tmp_
     assert bench.flop(docs) == by_torch - masked
 
 
+def test_of_a_mixture_s_experts_those_count_that_a_token_takes(tmp_path: Path) -> None:
+    """DeepSeek-V3's layers: one dense, then two of six experts and a shared one, which torch counts
+    too; and the router, which we leave out."""
+    import transformers
+
+    config = transformers.DeepseekV3Config(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=4,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+    )
+    torch.manual_seed(0)
+    # eager: torch doesn't count grouped matmuls
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    bench = Bench.__new__(Bench)
+    bench.target = SimpleNamespace(backbone=model.model, layers=model.model.layers)  # type: ignore[assignment]
+    bench.arch = SimpleNamespace(num_target_layers=3)  # type: ignore[assignment]
+    bench.config = SimpleNamespace(wants_vlh=True)  # type: ignore[assignment]
+    ids = np.arange(3, 35)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.model(torch.from_numpy(ids)[None])
+    masked, router = 3 * 4 * 32 * 32**2 / 2, 2 * 2 * 32 * 32 * 6
+    assert bench.flop([ids]) == counter.get_total_flops() - masked - router
+
+
 def test_a_late_look_at_the_copies_makes_no_slot_faster() -> None:
     """By hand: the GPU ends a slot every 4 s. The host learns of it 1.5 s later, under the next
     slot's forward; of the last one, with none after it, at once: to there it would be 3 slots in
