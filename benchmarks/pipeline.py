@@ -6,8 +6,9 @@
 The real programs over the real ring, started once, so that all three measurements share processes,
 compiled code, page-locked memory and clocks:
 
-1. warm-up: the trainer compiles and trains on two slots of random states from the bench; the next
-   seq stays in the bench's hands, so that the trainer waits. Target workers wait at READY.
+1. warm-up: the trainer, which has compiled its step before it joined the ring, trains on two slots
+   of random states from the bench; the next seq stays in the bench's hands, so that the trainer
+   waits. Target workers wait at READY.
 2. target alone: they go on, and fill the ring. The trainer still waits.
 3. both: the bench lets go of its seq. After the backlog has settled: the measured window.
 4. drafter alone: the target workers have ended; the bench publishes each freed slot again at once,

@@ -1,6 +1,6 @@
 """The bench's own place in the ring: it stands in for the target workers, and holds the trainer up.
 
-stand_in.fill(2)         # two slots of random states: the trainer compiles and warms up on them
+stand_in.fill(2)         # two slots of random states: the trainer warms up on them
 stand_in.hold()          # the next seq stays in our hands: the trainer waits for it
 stand_in.let_go()        # now it comes
 with stand_in.feeding(): # every free slot becomes READY at once, with what it holds already
