@@ -96,7 +96,7 @@ def test_a_bench_explains_itself_and_launch_names_the_benches(
         [sys.executable, "-m", "benchmarks.drafter", "c.yaml", "-h"],
     ]
     shown = capsys.readouterr().out
-    assert shown.count("Usage: launch.py bench [OPTIONS] {ring|target|drafter|pipeline}") == 2
+    assert shown.count(" bench [OPTIONS] {ring|target|drafter|pipeline}") == 2
 
 
 def test_every_mistake_in_a_config_has_its_line(tmp_path: Path) -> None:
