@@ -158,6 +158,8 @@ def one_line(what: str) -> Iterator[None]:
 
 def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
+    if "Class validation error" in text:
+        return f"its config.json does not fit together: {error.__cause__}"
     if "trust_remote_code" in text:
         return (
             "it needs custom code (auto_map in its config.json), which is not run: "
