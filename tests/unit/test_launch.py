@@ -83,22 +83,6 @@ def test_a_mistake_on_the_command_line_is_one_line_and_code_2(
     assert words in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_bench_explains_itself_and_launch_names_the_benches(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    became: list[list[str]] = []
-    monkeypatch.setattr(os, "execve", lambda path, argv, env: became.append(argv))
-    for args in (["target", "--help"], ["drafter", "c.yaml", "-h"], ["--help"], ["-h"]):
-        monkeypatch.setattr(sys, "argv", ["launch.py", "bench", *args])
-        assert launch._main() == 0
-    assert became == [
-        [sys.executable, "-m", "benchmarks.target", "--help"],
-        [sys.executable, "-m", "benchmarks.drafter", "c.yaml", "-h"],
-    ]
-    shown = capsys.readouterr().out
-    assert shown.count(" bench [OPTIONS] {ring|target|drafter|pipeline}") == 2
-
-
 def test_every_mistake_in_a_config_has_its_line(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("run: {name: r}\ndata: {path: d}\ntarget: {model: m}\ntrain: {stpes: 3}\n")

@@ -1,12 +1,14 @@
 """`launch.py bench ring`: what it measures and writes; how fast is for benchmarks/results."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import launch
 from benchmarks import commit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +41,22 @@ def refused(*arguments: str) -> str:
 @pytest.mark.parametrize("name", ["nothing", "stand_in", "../launch"])
 def test_an_unknown_bench_is_refused_in_one_line(name: str) -> None:
     assert f"no bench '{name}': ring, target, drafter, pipeline" in refused(name)
+
+
+def test_a_bench_explains_itself_and_launch_names_the_benches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    became: list[list[str]] = []
+    monkeypatch.setattr(os, "execve", lambda path, argv, env: became.append(argv))
+    for args in (["target", "--help"], ["drafter", "c.yaml", "-h"], ["--help"], ["-h"]):
+        monkeypatch.setattr(sys, "argv", ["launch.py", "bench", *args])
+        assert launch._main() == 0
+    assert became == [
+        [sys.executable, "-m", "benchmarks.target", "--help"],
+        [sys.executable, "-m", "benchmarks.drafter", "c.yaml", "-h"],
+    ]
+    shown = capsys.readouterr().out
+    assert shown.count(" bench [OPTIONS] {ring|target|drafter|pipeline}") == 2
 
 
 def test_what_cannot_be_written_or_measured_is_refused_before_minutes_of_work() -> None:
