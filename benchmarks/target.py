@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +47,36 @@ FIRST, LAST = 2, -2
 both in one way. It looks for a copy's end while it queues the next forward, and a launch queue that
 is full holds it there, so it learns of it late: at 27B by a second. The last arrival has no forward
 after it, and is seen at once."""
+
+
+class Call(NamedTuple):
+    """A micro-batch's forward."""
+
+    rows: int
+    length: int
+    tokens: int
+    """Without padding."""
+    flop: float
+    seconds: float
+
+
+def by_shape(calls: Sequence[Call]) -> list[dict[str, Any]]:
+    """Of all micro-batches of a shape, longest first: rates, and what is padding."""
+    shapes = sorted({(call.length, call.rows) for call in calls}, reverse=True)
+    found = []
+    for length, rows in shapes:
+        same = [call for call in calls if (call.length, call.rows) == (length, rows)]
+        tokens, seconds = sum(call.tokens for call in same), sum(call.seconds for call in same)
+        found.append(
+            {
+                "shape": f"{rows}x{length}",
+                "calls": len(same),
+                "tok_per_s": tokens / seconds,
+                "tflop_per_s": sum(call.flop for call in same) / seconds / 1e12,
+                "padding": len(same) * rows * length / tokens - 1,
+            }
+        )
+    return found
 
 
 class Bench:
@@ -104,37 +134,44 @@ class Bench:
 
     def forward(self, slots: int, kernels: int) -> dict[str, Any]:
         """Of `slots` slots in a row, after another: the median of their rates."""
-        tokens, hidden = self.config.ring.max_tokens, self.arch.hidden_size
-        options: dict[str, Any] = {"dtype": self.target.dtype, "device": "cuda"}
-        all_TF = torch.empty(tokens, self.arch.num_taps * hidden, **options)
-        vlh_TH = torch.empty(tokens, hidden, **options) if self.config.wants_vlh else None
+        rows, hidden = self.config.ring.max_tokens, self.arch.hidden_size
+        options: dict[str, Any] = {"dtype": self.target.dtype, "device": self.target.device}
+        all_TF = torch.empty(rows, self.arch.num_taps * hidden, **options)
+        vlh_TH = torch.empty(rows, hidden, **options) if self.config.wants_vlh else None
         ids = [[ids for ids, _ in self.documents(seq)] for seq in range(slots + 1)]
         start_s = time.monotonic()
         self.target.capture(ids[0], all_TF, vlh_TH)
         torch.cuda.synchronize()
         first_s = time.monotonic() - start_s
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(slots + 1)]
-        marks[0].record()
-        for seq, docs in enumerate(ids[1:]):
-            self.target.capture(docs, all_TF, vlh_TH)
-            marks[seq + 1].record()
+        marks: list[torch.cuda.Event] = []
+        begins, calls = [0], list[Call]()
+
+        def mark() -> None:  # at a micro-batch's begin, and at a slot's end
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+
+        for docs in ids[1:]:
+            self.target.capture(docs, all_TF, vlh_TH, beat=mark)
+            begins.append(len(marks))
+        mark()
         torch.cuda.synchronize()
-        times = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+        took = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+        times = [sum(took[a:b]) for a, b in itertools.pairwise(begins)]
+        for docs in ids[1:]:
+            for batch in self.target.micro_batches([len(ids) for ids in docs]):
+                own = [docs[number] for number in batch.documents]
+                tokens, flop = sum(map(len, own)), self.flop(own)
+                calls.append(Call(len(own), batch.length, tokens, flop, took[len(calls)]))
         real = [sum(map(len, docs)) for docs in ids[1:]]
-        padded = [
-            sum(
-                len(b.documents) * b.length
-                for b in self.target.micro_batches([len(ids) for ids in docs])
-            )
-            for docs in ids[1:]
-        ]
-        flop = sum(self.flop(docs) for docs in ids[1:]) / sum(real)
+        padded = sum(call.rows * call.length for call in calls)
+        flop = sum(call.flop for call in calls) / sum(real)
         tok_per_s = statistics.median(n / s for n, s in zip(real, times, strict=True))
-        with profile(activities=[ProfilerActivity.CUDA]) as prof:
-            if kernels:
+        table = {}
+        if kernels:
+            with profile(activities=[ProfilerActivity.CUDA]) as prof:
                 self.target.capture(ids[1], all_TF, vlh_TH)
                 torch.cuda.synchronize()
-        table = kernel_table(prof, kernels) if kernels else {}
+            table = kernel_table(prof, kernels)
         return {
             "forward_s": statistics.median(times),
             "forward_tok_per_s": tok_per_s,
@@ -142,15 +179,9 @@ class Bench:
             "share_of_matmul_roof": flop * tok_per_s / FLOP_PER_S
             if has_ceilings(torch.cuda.get_device_name())
             else None,
-            "padding": sum(padded) / sum(real) - 1,
+            "padding": padded / sum(real) - 1,
             "documents_per_slot": statistics.mean(map(len, ids)),
-            "micro_batches": sorted(
-                {
-                    f"{len(b.documents)}x{b.length}"
-                    for docs in ids
-                    for b in self.target.micro_batches([len(ids) for ids in docs])
-                }
-            ),
+            "micro_batches": by_shape(calls),
             "first_slot_s": first_s,
             "kernels_ms": table,
         }
@@ -264,6 +295,13 @@ def is_matmul(name: str) -> bool:
     return any(part in name for part in ("nvjet", "gemm", "cutlass", "cublas"))
 
 
+SHAPE_COLUMNS = {
+    "shape": "{}",
+    "calls": "{}",
+    "tok_per_s": "{:,.0f}",
+    "tflop_per_s": "{:.0f}",
+    "padding": "{:.3f}",
+}
 COLUMNS = {
     "layers": "{}",
     "loss": "{}",
@@ -326,6 +364,8 @@ def main() -> None:
             parser.exit(1, f"{error}\n")
         for kernel, ms in found[-1]["kernels_ms"].items():
             print(f"{ms:9.3f} ms  {kernel}")
+        for shape in found[-1]["micro_batches"]:
+            print("  " + line(shape, SHAPE_COLUMNS))
         print(line(found[-1], COLUMNS))
         keep(found, args.json)
 

@@ -41,6 +41,51 @@ def test_the_operations_are_those_that_torch_counts(family: str, loss: str, tmp_
     assert bench.flop(docs) == by_torch - masked
 
 
+class Clock:
+    """torch.cuda.Event where every event is a second after the one before."""
+
+    made = 0
+
+    def __init__(self, **_: bool) -> None:
+        pass
+
+    def record(self) -> None:
+        self.at, Clock.made = Clock.made, Clock.made + 1
+
+    def elapsed_time(self, later: Clock) -> float:
+        return 1000.0 * (later.at - self.at)
+
+
+def test_every_micro_batch_counts_for_its_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two slots of three documents, cut into [40, 40] and [9] each: a second a call."""
+    for name, stand_in in {
+        "Event": Clock,
+        "synchronize": lambda: None,
+        "get_device_name": lambda: "H200",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    bench = Bench.__new__(Bench)
+    bench.target = load_tiny(tmp_path, "llama", taps=(0, 1))
+    bench.target.micro_batch_tokens = 200
+    ring = SimpleNamespace(max_tokens=96)
+    bench.config = SimpleNamespace(wants_vlh=False, ring=ring)  # type: ignore[assignment]
+    sizes = {"hidden_size": bench.target.arch.hidden_size, "num_taps": 2}
+    bench.arch = SimpleNamespace(taps=(0, 1), num_target_layers=LAYERS, **sizes)  # type: ignore[assignment]
+    ids = [np.arange(3, 3 + n) for n in (9, 40, 40)]
+    monkeypatch.setattr(bench, "documents", lambda seq: [(x, x) for x in ids], raising=False)
+    found = bench.forward(slots=2, kernels=0)
+    assert found["forward_s"] == 2 and found["forward_tok_per_s"] == 89 / 2
+    padded = sum(len(b.documents) * b.length for b in bench.target.micro_batches([9, 40, 40]))
+    assert found["padding"] == padded / 89 - 1
+    large, small = found["micro_batches"]
+    assert (large["shape"][:2], large["calls"], large["tok_per_s"]) == ("2x", 2, 80)
+    assert (small["shape"][:2], small["calls"], small["tok_per_s"]) == ("1x", 2, 9)
+    assert large["tflop_per_s"] == bench.flop(ids[1:]) / 1e12
+    assert found["tflop_per_s"] == pytest.approx(bench.flop(ids) / 2 / 1e12)
+
+
 def test_of_a_mixture_s_experts_those_count_that_a_token_takes(tmp_path: Path) -> None:
     """DeepSeek-V3's layers: one dense, then two of six experts and a shared one, which torch counts
     too; and the router, which we leave out."""
