@@ -266,11 +266,11 @@ def data_rank(raw_CV: Tensor, label_C: Tensor) -> Tensor:
     are one pass over the logits: faster on a CPU than masks of all of them.
     """
     own_C1 = raw_CV.gather(1, label_C[:, None])
-    before_C = [
-        (~(raw_V[:label] < own)).sum() + (~(raw_V[label:] <= own)).sum()
+    not_before_C = [
+        (raw_V[:label] < own).sum() + (raw_V[label:] <= own).sum()
         for raw_V, own, label in zip(raw_CV, own_C1, label_C.tolist(), strict=True)
     ]
-    return torch.stack(before_C)
+    return raw_CV.shape[1] - torch.stack(not_before_C)
 
 
 def head_loss_full(
