@@ -6,7 +6,7 @@
 The real programs over the real ring, started once, so that all three measurements share processes,
 compiled code, page-locked memory and clocks:
 
-1. warm-up: the trainer, which has compiled its step before it joined the ring, trains on two slots
+1. warm-up: the trainer, which has compiled its step before READY, trains on two slots
    of random states from the bench; the next seq stays in the bench's hands, so that the trainer
    waits. Target workers wait at READY.
 2. target alone: they go on, and fill the ring. The trainer still waits.

@@ -92,11 +92,17 @@ class TargetArch:
                 raise ConfigError(
                     f"target.model: its config.json has no {key}: not a known causal LM"
                 )
-            if not isinstance(text[key], int) or text[key] < 1:
+            return may(key)
+
+        def may(key: str) -> Any:
+            value = text.get(key)
+            if isinstance(value, list) and value:
+                value = max(value)  # of all layers (Gemma 3n)
+            if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(
-                    f"target.model: its config.json has {key} {text[key]!r}: must be a count"
+                    f"target.model: its config.json has {key} {value!r}: must be a count"
                 )
-            return text[key]
+            return value
 
         names = outer.get("architectures")
         architecture = str(names[0]) if isinstance(names, list) and names else "?"
@@ -108,7 +114,9 @@ class TargetArch:
             parameters, width = count_parameters(text, tied), layer_width(text)
             delta_layers = count_delta_layers(text)
             eos = _ids(text.get("eos_token_id", outer.get("eos_token_id"))) + _ids(stops)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+            rope_theta = _rope_theta(text)
+            ffn, kv_heads, size = map(may, ("intermediate_size", "num_key_value_heads", "head_dim"))
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"target.model: its config.json does not fit together: {error!r}"
             ) from None
@@ -117,14 +125,13 @@ class TargetArch:
             architecture=architecture,
             num_layers=need("num_hidden_layers"),
             hidden_size=hidden,
-            intermediate_size=text.get("intermediate_size")
-            or (3 if text.get("moe_intermediate_size") else 4) * hidden,
+            intermediate_size=ffn or (3 if text.get("moe_intermediate_size") else 4) * hidden,
             num_attention_heads=heads,
-            num_key_value_heads=text.get("num_key_value_heads") or heads,
-            head_dim=text.get("head_dim") or hidden // heads,
+            num_key_value_heads=kv_heads or heads,
+            head_dim=size or hidden // heads,
             vocab_size=need("vocab_size"),
             rms_norm_eps=text.get("rms_norm_eps", 1e-6),
-            rope_theta=_rope_theta(text),
+            rope_theta=rope_theta,
             max_position_embeddings=text.get("max_position_embeddings", 32768),
             tie_word_embeddings=tied,
             embed_scale=math.sqrt(hidden) if model_type.startswith("gemma") else 1.0,

@@ -217,7 +217,7 @@ class EvalConfig(Section):
 
 class SuperviseConfig(Section):
     ready_s: Positive = 600.0
-    """A half that isn't READY by then has failed."""
+    """A half that isn't READY (loaded, tested, its step compiled) by then has failed."""
     stop_s: Positive = 60.0
     """After a stop request: how long the halves may take to save before they are killed."""
     stall_s: Positive = 900.0

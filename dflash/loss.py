@@ -267,7 +267,7 @@ def data_rank(raw_CV: Tensor, label_C: Tensor) -> Tensor:
     """
     own_C1 = raw_CV.gather(1, label_C[:, None])
     not_before_C = [
-        (raw_V[:label] < own).sum() + (raw_V[label:] <= own).sum()
+        torch.count_nonzero(raw_V[:label] < own) + torch.count_nonzero(raw_V[label:] <= own)
         for raw_V, own, label in zip(raw_CV, own_C1, label_C.tolist(), strict=True)
     ]
     return raw_CV.shape[1] - torch.stack(not_before_C)

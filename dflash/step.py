@@ -72,7 +72,7 @@ class Batch:
     lens_D: Tensor
     pos_T: Tensor
     total_tok: Tensor
-    """0-d int64, at least 1."""
+    """0-d int64, at least 1 in a slot."""
 
 
 @dataclass
@@ -218,9 +218,11 @@ def _dry(state: TrainState) -> Iterator[None]:
     """Steps inside compute all and change nothing."""
     sums_before = state.metrics.sums.clone()
     state.dry.fill_(True)
-    yield
-    state.metrics.sums.copy_(sums_before)
-    state.dry.fill_(False)
+    try:
+        yield
+    finally:
+        state.metrics.sums.copy_(sums_before)
+        state.dry.fill_(False)
 
 
 def run_step(state: TrainState, batch: Batch) -> Tensor:

@@ -32,7 +32,7 @@ from .config import ConfigError
 from .fast_layers import FastLayers
 from .model import FrozenEnds
 from .random_target import random_model
-from .target_files import STRICT, load_ends, one_line, refuse_incomplete, resolve_target
+from .target_files import STRICT, hub_name, load_ends, one_line, refuse_incomplete, resolve_target
 
 __all__ = ["CaptureError", "MicroBatch", "Target", "load_ends", "micro_batches", "resolve_target"]
 
@@ -279,9 +279,11 @@ def load_model(directory: str | Path, dtype: torch.dtype, device: str | torch.de
 
     disable_progress_bar()  # a worker's stderr is a log file
     device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.init()  # what it says is about the machine, not about the files
     # To a GPU shard by shard, past the host's memory; that needs `accelerate`.
     device_map = None if device.type == "cpu" else {"": device}
-    with one_line(f"{directory}: not loadable as a causal LM"):
+    with one_line(f"{hub_name(directory)}: not loadable as a causal LM"):
         # dtype here, not .to(dtype): that would also round the rotary frequencies.
         model, info = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, device_map=device_map, **STRICT

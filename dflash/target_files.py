@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import re
 import shutil
@@ -27,6 +28,8 @@ import torch
 from .arch import TargetArch, shipped_config
 from .config import ConfigError, cache_dir
 from .model import FrozenEnds
+
+log = logging.getLogger("target")
 
 STRICT = {
     "output_loading_info": True,
@@ -135,8 +138,8 @@ def _from_hub(model: str, patterns: Sequence[str]) -> Path:
 
 @contextmanager
 def one_line(what: str) -> Iterator[None]:
-    """Its complaints about a target's files, as a ConfigError that begins with `what`. A GPU that
-    is full or broken is no fault of the files."""
+    """Its complaints about a target's files, as a ConfigError that begins with `what`; the log has
+    the traceback. A GPU that is full or broken is no fault of the files."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
@@ -144,6 +147,7 @@ def one_line(what: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except (
+        AttributeError,
         ValueError,
         LookupError,
         TypeError,
@@ -153,6 +157,9 @@ def one_line(what: str) -> Iterator[None]:
         RuntimeError,  # of quantisers, and where experts' tensors can't be put together
         StrictDataclassError,
     ) as error:
+        if str(error).startswith("CUDA"):
+            raise
+        log.info("what transformers said", exc_info=error)
         raise ConfigError(f"target.model: {what}: {_reason(error)}") from None
 
 
@@ -162,29 +169,29 @@ def _reason(error: Exception) -> str:
         return f"its config.json does not fit together: {error.__cause__}"
     if "trust_remote_code" in text:
         return (
-            "it needs custom code (auto_map in its config.json), which is not run: "
-            "use a target of a family that transformers has"
+            "it needs custom code (auto_map), which is not run: "
+            "use a target that transformers has all code of"
         )
-    if "`CONVERSION`" in text:  # a table in the log above says which
-        return f"tensors are missing or of other shapes: {FETCH_AGAIN}"
+    if "`CONVERSION`" in text:  # an expert that is missing, or no memory to put them together
+        return f"tensors could not be put together (the log's table says why): {FETCH_AGAIN}"
     return text[:300]
 
 
 def refuse_incomplete(where: str | Path, info: dict[str, Any]) -> None:
     """ConfigError where `from_pretrained` (`info`: its loading info) did not find every tensor in
     the model's shape."""
-    missing = sorted(info["missing_keys"])
+    missing, name = sorted(info["missing_keys"]), hub_name(where)
     if missing:
         raise ConfigError(
-            f"target.model: {where}: its files lack {len(missing)} of the model's tensors "
+            f"target.model: {name}: its files lack {len(missing)} of the model's tensors "
             f"({missing[0]}{', ...' if missing[1:] else ''}): {FETCH_AGAIN}"
         )
     mismatched = sorted(info["mismatched_keys"])
     if mismatched:
-        name, found, wanted = mismatched[0]
+        tensor, found, wanted = mismatched[0]
         raise ConfigError(
-            f"target.model: {where}: its files have {len(mismatched)} of the model's tensors in "
-            f"another shape ({name} {list(found)}, by config.json {list(wanted)}): {FETCH_AGAIN}"
+            f"target.model: {name}: its files have {len(mismatched)} of the model's tensors in "
+            f"another shape ({tensor} {list(found)}, by config.json {list(wanted)}): {FETCH_AGAIN}"
         )
 
 
@@ -232,9 +239,9 @@ def _gguf_digest(path: Path) -> str:
 
 def _write_converted(path: Path, directory: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()
+    disable_progress_bar()
     where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     _refuse_cut_gguf(path)
     with one_line(f"{path}: can't be converted"):

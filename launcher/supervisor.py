@@ -10,6 +10,7 @@ after a stop with a saved checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import time
@@ -88,7 +89,8 @@ class Supervisor:
             if self._trainer.exit_code == codes.DONE:
                 return self._finish()
             if self._trainer.exit_code == codes.STOPPED:
-                self._screen.line("trainer_0 was asked to stop, and saved")
+                saved = ", and saved" if self._trainer.ready is not None else ""
+                self._screen.line(f"trainer_0 was asked to stop{saved}")
                 self._end_targets()
                 return 128 + signal.SIGTERM
             failure = self._exited() or self._late() or self._look()
@@ -131,7 +133,9 @@ class Supervisor:
 
     def _is_over(self) -> bool:
         """Whether the trainer has closed the run: then the target workers end by themselves."""
-        return not self._trainer.alive or snapshot(self._config.ring.path).closed
+        with contextlib.suppress(RingError):  # removed: `_look` will say so
+            return not self._trainer.alive or snapshot(self._config.ring.path).closed
+        return True
 
     def _late(self) -> Failure | None:
         """A half that is not READY in time is killed."""
@@ -194,7 +198,8 @@ class Supervisor:
     def _stop(self) -> int:
         """The user wants to stop: save, then end. A second signal: end."""
         name = signal.Signals(self._signals.exit_code - 128).name
-        self._screen.line(f"{name}: saving and stopping; once more to stop now")
+        saving = "saving and " if self._trainer.ready is not None else ""
+        self._screen.line(f"{name}: {saving}stopping; once more to stop now")
         self._end_trainer()
         self._end_targets()
         if self._trainer.exit_code == codes.DONE:

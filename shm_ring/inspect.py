@@ -249,7 +249,8 @@ def _lengths(path: Path, fields: tuple[Field, ...], slots: list[SlotView]) -> di
     for slot in slots:
         if slot.state != STATE_NAMES[READY]:
             continue
-        lens = np.fromfile(slot_path(path, slot.index) / "lens.bin", "<i8")
+        page = map_file(slot_path(path, slot.index) / "lens.bin", field.nbytes, writable=False)
+        lens = np.frombuffer(page, "<i8")
         for length in lens[(lens > 0) & (lens <= at.max_tokens(fields))].tolist():
             bound = 1 << (length - 1).bit_length()
             found[bound] = found.get(bound, 0) + 1

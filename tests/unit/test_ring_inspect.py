@@ -163,6 +163,17 @@ def test_looking_changes_nothing_and_waits_for_nobody(path: Path) -> None:
     assert [(file.read_bytes(), file.stat().st_mtime_ns) for file in files] == before
 
 
+def test_a_file_that_goes_while_we_look_is_an_error_of_the_ring(path: Path) -> None:
+    """As in a ring that is removed meanwhile: a trainer that looked must still save."""
+    writer = RingWriter(path, "target_0")
+    lease = writer.claim()
+    assert lease is not None
+    writer.publish(lease, total_tok=fill(lease))
+    (path / f"slot_{lease.slot:04d}" / "lens.bin").unlink()
+    with pytest.raises(RingError, match=r"lens\.bin"):
+        snapshot(path)
+
+
 def test_nothing_there(path: Path) -> None:
     with pytest.raises(RingMissing, match="no ring at"):
         snapshot(path / "nothing")

@@ -99,6 +99,14 @@ def is_gone(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] in "ZX"
 
 
+def until_gone(pid: int) -> None:
+    """A killed process may take a moment."""
+    deadline = time.monotonic() + 20
+    while not is_gone(pid):
+        assert time.monotonic() < deadline, "it outlives its parent"
+        time.sleep(0.02)
+
+
 def test_a_run_to_the_end_shows_its_lines_and_exits_0(
     supervise: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -223,7 +231,7 @@ def test_a_trainer_that_is_not_ready_is_not_waited_for(
         target = 'while not Path("up").exists(): time.sleep(0.01)\nraise SystemExit(1)'
     assert supervise(trainer, target, stop_s=3600) == (1 if ends else 143)
     said = "".join(capsys.readouterr())
-    assert "save" not in said.replace("saving and stopping", "")
+    assert "sav" not in said
 
 
 def test_the_same_signal_twice_at_once_counts_once(
@@ -299,7 +307,7 @@ def test_what_a_half_started_dies_with_it(supervise: Callable[..., int], tmp_pat
     os._exit(1)
     """
     assert supervise(trainer) == 1
-    assert is_gone(int((tmp_path / "grandchild").read_text()))
+    until_gone(int((tmp_path / "grandchild").read_text()))
 
 
 def test_children_die_with_a_killed_launcher(tmp_path: Path) -> None:
@@ -319,10 +327,7 @@ time.sleep(600)
     assert not is_gone(child)
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
-    deadline = time.monotonic() + 20
-    while not is_gone(child):
-        assert time.monotonic() < deadline, "the child outlived its launcher"
-        time.sleep(0.02)
+    until_gone(child)
 
 
 def test_a_child_has_its_own_session_and_environment(tmp_path: Path) -> None:

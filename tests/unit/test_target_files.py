@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -264,7 +265,7 @@ def test_a_quantised_target_without_its_package_says_which(tmp_path: Path) -> No
 def test_custom_code_is_not_run(tmp_path: Path) -> None:
     code = {"AutoConfig": "configuration_foo.Foo", "AutoModelForCausalLM": "modeling_foo.Foo"}
     line = refused(save_tiny(tmp_path, "llama"), model_type="foo", auto_map=code)
-    assert "it needs custom code (auto_map in its config.json), which is not run: use a" in line
+    assert "it needs custom code (auto_map), which is not run: use a" in line
 
 
 def test_a_config_that_transformers_finds_inconsistent_is_one_line(tmp_path: Path) -> None:
@@ -274,8 +275,22 @@ def test_a_config_that_transformers_finds_inconsistent_is_one_line(tmp_path: Pat
 
 
 def test_a_gpu_without_room_is_not_blamed_on_the_files() -> None:
-    with pytest.raises(torch.OutOfMemoryError), target_files.one_line("m"):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    for error in (torch.OutOfMemoryError("out of memory"), RuntimeError("CUDA error: unknown")):
+        with pytest.raises(type(error)), target_files.one_line("m"):
+            raise error
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"rope_parameters": 5}, {"rope_theta": "a", "rope_parameters": None}, {"head_dim": "8"}],
+    ids=str,
+)
+def test_a_config_of_other_types_is_one_line(changes: dict[str, Any], tmp_path: Path) -> None:
+    path = save_tiny(tmp_path, "llama")
+    config = path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    line = refusal(lambda: TargetArch.read(path))
+    assert line.startswith("target.model: its config.json ")
 
 
 def gguf_file(path: Path) -> bytes:
