@@ -92,12 +92,9 @@ class TargetArch:
                 raise ConfigError(
                     f"target.model: its config.json has no {key}: not a known causal LM"
                 )
-            return may(key)
+            return count(key, text[key])
 
-        def may(key: str) -> Any:
-            value = text.get(key)
-            if isinstance(value, list) and value:
-                value = max(value)  # of all layers (Gemma 3n)
+        def count(key: str, value: Any) -> Any:
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(
                     f"target.model: its config.json has {key} {value!r}: must be a count"
@@ -115,7 +112,8 @@ class TargetArch:
             delta_layers = count_delta_layers(text)
             eos = _ids(text.get("eos_token_id", outer.get("eos_token_id"))) + _ids(stops)
             rope_theta = _rope_theta(text)
-            ffn, kv_heads, size = map(may, ("intermediate_size", "num_key_value_heads", "head_dim"))
+            ffn = text.get("intermediate_size")
+            ffn = max(ffn) if isinstance(ffn, list) else ffn  # one a layer (Gemma 3n)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"target.model: its config.json does not fit together: {error!r}"
@@ -125,10 +123,12 @@ class TargetArch:
             architecture=architecture,
             num_layers=need("num_hidden_layers"),
             hidden_size=hidden,
-            intermediate_size=ffn or (3 if text.get("moe_intermediate_size") else 4) * hidden,
+            intermediate_size=count("intermediate_size", ffn)
+            or (3 if text.get("moe_intermediate_size") else 4) * hidden,
             num_attention_heads=heads,
-            num_key_value_heads=kv_heads or heads,
-            head_dim=size or hidden // heads,
+            num_key_value_heads=count("num_key_value_heads", text.get("num_key_value_heads"))
+            or heads,
+            head_dim=count("head_dim", text.get("head_dim")) or hidden // heads,
             vocab_size=need("vocab_size"),
             rms_norm_eps=text.get("rms_norm_eps", 1e-6),
             rope_theta=rope_theta,

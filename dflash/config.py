@@ -103,7 +103,7 @@ class TargetConfig(Section):
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TargetConfig:
-        default = type(self).model_fields["num_taps"].default  # a run's own config.yaml has it
+        default = type(self).model_fields["num_taps"].default  # a run's own run.yaml has it
         if self.taps is not None and self.num_taps not in (len(self.taps), default):
             raise ValueError(
                 f"num_taps {self.num_taps} beside the {len(self.taps)} of taps: say one of the two"

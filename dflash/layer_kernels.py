@@ -83,7 +83,8 @@ def _silu_times_kernel(
 
 def silu_times(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
     """The two may be halves of one tensor's rows."""
-    assert gate_NF.stride() == up_NF.stride() and gate_NF.stride(1) == 1
+    assert gate_NF.shape == up_NF.shape and gate_NF.stride() == up_NF.stride()
+    assert gate_NF.stride(1) == 1
     out_NF, size = up_NF.new_empty(up_NF.shape), up_NF.numel()
     _silu_times_kernel[(triton.cdiv(size, BLOCK),)](
         gate_NF,

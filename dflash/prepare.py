@@ -137,7 +137,7 @@ def load_tokenizer(target_dir: Path) -> Any:
             f"target.model: {hub_name(target_dir)}: no usable tokenizer: it has no files of one: "
             "fetch the whole repository, or copy tokenizer.json and tokenizer_config.json there"
         )
-    with one_line(f"{target_dir}: no usable tokenizer"):
+    with one_line(f"{hub_name(target_dir)}: no usable tokenizer"):
         return AutoTokenizer.from_pretrained(target_dir, trust_remote_code=False)
 
 

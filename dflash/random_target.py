@@ -18,7 +18,7 @@ import torch
 
 from .arch import TargetArch
 from .model import FrozenEnds
-from .target_files import one_line
+from .target_files import hub_name, one_line
 
 SEED = 0
 """Of what a family draws for itself beside its matrices (decay rates of recurrent layers)."""
@@ -37,7 +37,7 @@ def random_model(directory: str | Path, dtype: torch.dtype, device: str | torch.
     from transformers import AutoConfig, AutoModelForCausalLM
 
     arch = TargetArch.read(directory)
-    with one_line(f"{directory}: not a causal LM that transformers knows"):
+    with one_line(f"{hub_name(directory)}: not a causal LM that transformers knows"):
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         with torch.random.fork_rng(), torch.device(device):
             torch.manual_seed(SEED)
